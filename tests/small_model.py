@@ -1,10 +1,12 @@
 """Models small enough for a test, of any track and recipe."""
 
+from dataclasses import asdict
 from itertools import compress
 
 import torch
 
 from kernels.attention import PortableAttention
+from runtime.checkpoint import save_final
 from runtime.machine import Machine
 from train_gpt import GPT, RECIPES, TRACKS, Config, initial_scalars, preset
 
@@ -48,3 +50,25 @@ def named_scalars(config, values):
 
 def make_model(config, dtype=torch.float32, device=CPU):
     return GPT(config, dtype, device, PortableAttention())
+
+
+@torch.no_grad()
+def randomize(model):
+    """Random weights, none of them zero, which could hide a mistake."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        fan = parameter.size(-1 if parameter.ndim == 3 else 0)
+        spread = 1.0 if parameter.ndim < 2 or "embed" in name else fan**-0.5
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(spread * noise + (1.0 if name.endswith("gain") else 0.0))
+    return model
+
+
+def keep(model, folder, tokenizer="gpt2", **changed):
+    """Write what a run leaves of a model; returns its folder. changed: settings; None: left out."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    settings = asdict(model.config) | changed
+    for name in [name for name in changed if changed[name] is None]:
+        del settings[name]
+    facts = {"run_id": "20261122-181629_tiny_s0_t0_c1b435", "steps": 3, "val_loss": 3.5}
+    return save_final(folder, weights, facts | {"config": settings}, tokenizer)

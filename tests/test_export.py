@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,14 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_model import EVERY_RECIPE, make_model, small
+from small_model import EVERY_RECIPE, keep, make_model, randomize, small
 from torch import nn
 
 import train_gpt
 from data.tokenizers import PROSE, read_tokenizer
 from inference.export import export, load_class, write_model
 from inference.model import load_model
-from runtime.checkpoint import save_final
 from runtime.errors import Refused
 from scripts.export_model import main
 
@@ -45,26 +43,10 @@ def needs_transformers(test):
 
 
 def trained(config, dtype=torch.float32):
-    """A model with random weights, none of them zero, as at the last validation."""
-    model = make_model(config, dtype)
+    """A model with random weights as at the last validation."""
+    model = randomize(make_model(config, dtype))
     model.set_step(config.steps)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spread = 1.0 if parameter.ndim < 2 or "embed" in name else parameter.size(0) ** -0.5
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(spread * noise + (1.0 if name.endswith("gain") else 0.0))
     return model.requires_grad_(False)
-
-
-def keep(model, folder, tokenizer="gpt2"):
-    """Write what a run with --keep-model on leaves of its model."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    facts = {
-        "run_id": "20261122-181629_tiny_s0_t0_c1b435", "seed": 0, "source_sha256": "ab" * 32,
-        "steps": 3, "tokens": 420, "val_loss": 3.5, "config": asdict(model.config),
-    }  # fmt: skip
-    return save_final(folder, weights, facts, tokenizer)
 
 
 def tokens_of(config, length):
@@ -165,28 +147,30 @@ for each, compute in ((model, model.logits), (exported, lambda tokens, _: export
     each.requires_grad_(True)
     next_token_loss(compute(tokens, 33), tokens).backward()
 torch.testing.assert_close(exported.gpt.embed.grad, model.embed.grad, **EXACT)
-print(model.embed.grad.abs().sum().item())
 """
 
 
 def test_a_changed_trainer_changes_the_export(tmp_path):
-    found = []
-    for change in ("", CHANGE):
-        clone = tmp_path / ("changed" if change else "same")
-        for name in ("data", "inference", "kernels", "optim", "runtime", "scripts"):
-            shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.bin"))
-        trainer = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-        (clone / "train_gpt.py").write_text(trainer + change, encoding="utf-8")
-        (clone / "kernels" / "bend.py").write_text(BEND, encoding="utf-8")
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-        words = [sys.executable, "-c", COMPARE]
-        done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(done.stdout)
-        source = (clone / "exported" / "modeling_speedrun.py").read_text(encoding="utf-8")
-        assert ("def bend(" in source) == bool(change)
-        assert "UNUSED" not in source, "what the model does not use stays out"
-    assert found[0] != found[1]
+    clone = tmp_path / "clone"
+    for name in ("data", "inference", "kernels", "optim", "runtime", "scripts"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.bin"))
+    trainer = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    (clone / "train_gpt.py").write_text(trainer + CHANGE, encoding="utf-8")
+    (clone / "kernels" / "bend.py").write_text(BEND, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    words = [sys.executable, "-c", COMPARE]
+    done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    source = (clone / "exported" / "modeling_speedrun.py").read_text(encoding="utf-8")
+    assert "def bend(" in source
+    assert "UNUSED" not in source, "what the model does not use stays out"
+
+
+def test_an_export_holds_the_facts_of_its_model_and_run(tmp_path):
+    exported_again(trained(SMALL), tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert (facts["vocab_size"], facts["hidden_size"], facts["num_hidden_layers"]) == (100, 32, 11)
+    assert facts["trained"]["tokenizer"] == "gpt2"
 
 
 @pytest.fixture(scope="module")
@@ -224,34 +208,17 @@ def test_what_the_exported_model_cannot_take_is_refused_in_a_sentence(wrapped):
         wrapped.resize_token_embeddings(101)
 
 
-def test_an_export_holds_the_trained_weights_and_the_facts_of_its_run(tmp_path):
-    model = trained(SMALL)
-    exported_again(model, tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(weights.pop(f"gpt.{name}"), parameter)
-    assert not weights
-    facts = json.loads((tmp_path / "config.json").read_text())
-    assert (facts["vocab_size"], facts["hidden_size"], facts["num_hidden_layers"]) == (100, 32, 11)
-    assert facts["trained"]["tokenizer"] == "gpt2"
-
-
-def refusal(kept, tmp_path, capsys):
-    """What the command says; it writes nothing."""
-    before = sorted(tmp_path.iterdir())
-    assert main([str(kept), "--to", str(tmp_path / "exported")]) == 2
-    assert sorted(tmp_path.iterdir()) == before
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_exported_is_refused(tmp_path, capsys, monkeypatch):
-    kept = keep(trained(SMALL), tmp_path / "kept")
-    assert "holds no trained model" in refusal(tmp_path / "nothing", tmp_path, capsys)
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "python -m pip install transformers" in refusal(kept, tmp_path, capsys)
-    (tmp_path / "exported").mkdir()
-    assert "exported exists: an export begins with a new folder" in refusal(kept, tmp_path, capsys)
+@pytest.mark.parametrize(("kept", "to", "sentence"), [
+    ("nothing", "exported", "holds no trained model"),
+    ("kept", "exported", "python -m pip install transformers"),
+    ("kept", "kept", "kept exists: an export begins with a new folder"),
+])  # fmt: skip
+def test_what_cannot_be_exported_is_refused(kept, to, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    keep(trained(SMALL), tmp_path / "kept")
+    assert main([str(tmp_path / kept), "--to", str(tmp_path / to)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"], "nothing is written"
 
 
 # ---- Loaded by transformers, in a process that knows nothing of this repository

@@ -2,13 +2,13 @@
 
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_model import configure, make_model
+from small_model import configure, keep, make_model
 from small_run import run, write_data
 
 from data.sampling import generate, pick
@@ -16,7 +16,7 @@ from data.shards import read_shard, write_shard
 from data.tokenizers import PROSE, read_tokenizer
 from inference import evaluation
 from inference.model import Model, find_model, load_model
-from runtime.checkpoint import VOCABULARY, save_final
+from runtime.checkpoint import VOCABULARY
 from runtime.errors import Refused
 from scripts import evaluate as evaluate_script
 from scripts import sample as sample_script
@@ -45,19 +45,10 @@ def random_model(recipe="record89", dtype=torch.float32, **changed):
     return Model(Path(), {"tokenizer": VOCABULARY}, gpt)
 
 
-def keep(model, folder, **changed):
-    """Write a model as a run keeps it; `changed` are settings, those that are None are left out."""
-    weights = {name: each.detach() for name, each in model.gpt.named_parameters()}
-    settings = asdict(model.config) | changed
-    for name in [name for name in changed if changed[name] is None]:
-        del settings[name]
-    return save_final(folder, weights, {"config": settings}, PROSE)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    return keep(random_model(), tmp_path_factory.mktemp("kept"))
+    return keep(random_model().gpt, tmp_path_factory.mktemp("kept"), PROSE)
 
 
 # ---- Sampling
@@ -113,6 +104,7 @@ def test_a_text_ends_with_bos_and_reads_no_more_than_its_context():
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "powers"), [
     (1.0, 0, 1.0, [1, 1, 1]), (0.5, 0, 1.0, [2, 2, 2]), (1.0, 2, 1.0, [None, 1, 1]),
     (1.0, 0, 0.7, [None, 1, 1]), (1.0, 0, 0.4, [None, None, 1]), (1.0, 0, 0.9, [1, 1, 1]),
+    (1.0, 2, 0.6, [None, None, 1]),  # 0.6 of what the two likeliest have
 ])  # fmt: skip
 def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powers):
     given = [0.2, 0.3, 0.5]
@@ -173,7 +165,7 @@ def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
 ])  # fmt: skip
 def test_a_setting_that_does_not_fit_is_refused_by_name(name, value, sentence, tmp_path):
     with pytest.raises(Refused, match=sentence):
-        load_model(keep(random_model(), tmp_path, **{name: value}))
+        load_model(keep(random_model().gpt, tmp_path, PROSE, **{name: value}))
 
 
 # ---- The trainer's part
@@ -217,7 +209,6 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
             assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)
-    assert evaluation.evaluate(model, rows=1)["tokens"] == 256
     monkeypatch.setattr(evaluation, "SOURCE", folder.parent)
     elsewhere = replace(model.gpt.config, data_dir=f"{folder.name}/data")  # not in this folder
     monkeypatch.setattr(model.gpt, "config", elsewhere)

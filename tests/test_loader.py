@@ -1,9 +1,9 @@
-"""The loader against a slow twin on plain lists: rows, boundaries, positions, plans and errors."""
+"""The loader against a reference on plain lists: rows, boundaries, positions, plans and errors."""
 
 import hashlib
 import json
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,15 +24,21 @@ pytestmark = pytest.mark.core
 BOS = 0
 
 
-def readings(*triples):
-    return [Reading(*each) for each in triples]
-
-
-ORDER = Order(seq_len=8, bos=BOS, readings=readings((0, 32, 6)))
 examples = settings(max_examples=50, deadline=None)
 
 
-# ---- the twin: no offsets, no laziness, no ranks; a row is (its tokens, lengths of its documents)
+def order_of(*readings, seq_len=8, bos=BOS):
+    return Order(seq_len, bos, [Reading(*each) for each in readings])
+
+
+ORDER = order_of((0, 32, 6))
+
+
+# ---- The reference has no offsets or ranks; a row is (its tokens, lengths of its documents)
+
+
+def slow_steps(shards, order):
+    return (slow_dense_steps if order.bos is None else slow_aligned_steps)(shards, order)
 
 
 def slow_aligned_steps(shards, order):
@@ -75,10 +81,6 @@ def slow_dense_steps(shards, order):
             steps.append([(shard[start : start + sequence + 1], [sequence]) for start in starts])
             shard = shard[rows * sequence :]
     return steps
-
-
-def slow_steps(shards, order):
-    return (slow_dense_steps if order.bos is None else slow_aligned_steps)(shards, order)
 
 
 def rows_of(batches):
@@ -156,8 +158,8 @@ shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
 
 def make_order(sequence, max_document, bos, changes):
     later = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
-    whole = readings((0, 8 * sequence, max_document), *sorted(later))
-    return Order(sequence, bos, whole)
+    first = (0, 8 * sequence, max_document)
+    return order_of(first, *sorted(later), seq_len=sequence, bos=bos)
 
 
 order_strategy = st.builds(
@@ -177,7 +179,7 @@ def test_a_row_by_hand(tmp_path):
     first_row = [[0, 1, 2, 3, 4, 5], [0, 6], [0, 7, 8]]  # 4 + 2 + 1 of sequence + 1 = 7 tokens
     second_row = [[0, 9, 10], [0, 11, 12], [0, 13]]  # 3 + 3 + 1
     write_shard(tmp_path / "a.bin", [77, 78] + joined(first_row + second_row) + [0, 14])
-    order = Order(seq_len=6, bos=0, readings=readings((0, 12, 4)))
+    order = order_of((0, 12, 4), seq_len=6)
     loader = make([tmp_path / "a.bin"], order, 1)
     (batch,) = next(loader)
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 0, 6], [0, 9, 10, 0, 11, 12]]
@@ -190,48 +192,36 @@ def test_a_row_by_hand(tmp_path):
     assert loader.places == other.places == {1: {"shard": "a.bin", "token_offset": 2}}
 
 
-@given(shards_strategy, order_strategy)
-@settings(max_examples=30, deadline=None)
-def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards, order):
-    expected = slow_steps(shards, order)
-    with written(shards) as files:
-        for world_size in (1, 2, 4, 8):
-            for micro_rows in {1, 8 // world_size}:
-                ranks = []
-                for rank in range(world_size):
-                    tokens = micro_rows * order.seq_len
-                    loader = make(files, order, len(expected), rank, world_size, tokens)
-                    assert loader.shares(0) == (8 // world_size // micro_rows, micro_rows)
-                    ranks.append(remaining_steps(loader))
-                assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected
-
-
-# ---- position
-
-
-@given(shards_strategy, st.sampled_from([BOS, None]), st.data())
+@given(shards_strategy, order_strategy, st.data())
 @examples
-def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, bos, data):
-    later = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
-    order = replace(ORDER, bos=bos, readings=[*ORDER.readings, *readings(*later)])
+def test_every_world_size_and_micro_batch_from_any_step_on_sees_the_rows_of_the_reference(
+    shards, order, data
+):
     expected = slow_steps(shards, order)
-    step = data.draw(st.integers(0, len(expected)))
-    world_size = data.draw(st.sampled_from([1, 2, 4]))
+    step = data.draw(st.integers(0, len(expected)), label="step")
     with written(shards) as files:
         loader = make(files, order, len(expected))
         for _ in range(step):
             next(loader)
         state = json.loads(json.dumps(loader.state_dict()))
-        ranks, rows_sum = [], 0
-        for rank in range(world_size):
-            resumed = make(files, order, len(expected), rank, world_size)
-            resumed.load_state_dict(state)
-            assert resumed.state_dict()["position"] == state["position"]
-            ranks.append(remaining_steps(resumed))
-            rows_sum += resumed.rows_sum
         remaining_steps(loader)
-    assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected[step:]
-    assert rows_sum % 2**256 == loader.rows_sum % 2**256
+        for world_size in (1, 2, 4, 8):
+            for micro_rows in {1, 8 // world_size}:
+                ranks, rows_sum = [], 0
+                for rank in range(world_size):
+                    tokens = micro_rows * order.seq_len
+                    resumed = make(files, order, len(expected), rank, world_size, tokens)
+                    assert resumed.shares(0) == (8 // world_size // micro_rows, micro_rows)
+                    if step > 0:
+                        resumed.load_state_dict(state)
+                    assert resumed.state_dict()["position"] == state["position"]
+                    ranks.append(remaining_steps(resumed))
+                    rows_sum += resumed.rows_sum
+                assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected[step:]
+                assert rows_sum % 2**256 == loader.rows_sum % 2**256
+
+
+# ---- position
 
 
 def test_a_resume_on_shards_that_were_cut_anew_is_refused_and_more_shards_are_welcome(files):
@@ -257,28 +247,16 @@ def test_rows_are_hashed_as_the_documentation_says(files):
 
 
 def test_resetting_and_loading_drop_what_was_built_ahead(files):
-    loader = make(files, replace(ORDER, readings=readings((0, 32, 6), (3, 64, 4))))
+    loader = make(files, order_of((0, 32, 6), (3, 64, 4)))
     start = loader.state_dict()
     first, second = rows_of(next(loader)), rows_of(next(loader))
     assert first != second
-    loader.reset()
-    assert loader.state_dict() == start
-    assert rows_of(next(loader)) == first
-    assert rows_of(next(loader)) == second
-    loader.load_state_dict(start)
-    assert rows_of(next(loader)) == first
+    for again in (loader.reset, lambda: loader.load_state_dict(start)):
+        again()
+        assert loader.state_dict() == start
+        assert rows_of(next(loader)) == first
     loader.reset(3)  # the first tokens, as in a later step
-    later = make(files, replace(ORDER, readings=readings((0, 64, 4))), steps=1)
-    assert rows_of(next(loader)) == rows_of(next(later))
-
-
-def test_ranks_that_do_not_divide_every_batch_are_refused(files):
-    order = replace(ORDER, readings=readings((0, 32, 6), (3, 48, 6)))
-    shares = [make(files, order, world_size=size).shares(3) for size in (1, 2)]
-    assert shares == [(1, 6), (1, 3)]
-    rule = r"world size 4 does not divide \[4, 6\] rows a step; start one of \[1, 2\] ranks"
-    with pytest.raises(ValueError, match=rule):
-        make(files, order, world_size=4)
+    assert rows_of(next(loader)) == rows_of(next(make(files, order_of((0, 64, 4)), steps=1)))
 
 
 # ---- the end of the data, and faults
@@ -286,7 +264,7 @@ def test_ranks_that_do_not_divide_every_batch_are_refused(files):
 
 @given(shards_strategy, order_strategy)
 # Only warm-up has enough documents for the second stage, whose rows hold more of them.
-@example([shard_of([14] * 30)], Order(2, BOS, readings((0, 16, 15), (1, 16, 1))))
+@example([shard_of([14] * 30)], order_of((0, 16, 15), (1, 16, 1), seq_len=2))
 @examples
 def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
@@ -343,22 +321,25 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
 
 # ---- both together
 
+SETTINGS = {
+    "track": "", "seq_len": 8, "bos": BOS, "document_mask": True, "steps": 5, "micro_batch": 64,
+    "val_tokens": 64, "val_seq_len": 16, "val_batch": 32, "val_sha256": "",
+}  # fmt: skip
 
-def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
-    values = {
-        "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
-        "steps": 5, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16,
-        "val_batch": 32, "val_sha256": "",
-    }  # fmt: skip
-    return Data(values | changed, readings(*stages), reach, rank=1, world_size=2)
+
+def open_data(files, *readings, rank=1, world_size=2, **changed):
+    """The data of one rank. readings: first step, tokens of a batch, longest document."""
+    order = order_of(*(readings or [(0, 64, 6)]))
+    values = SETTINGS | {"data_dir": files[0].parent} | changed
+    return Data(values, order.readings, 0, rank, world_size)
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [
     (64, [2, 3, 4]), (32, [2, 3, 4]), (31, [2, 3, 2]), (16, [2, 1, 2]), (8, [1, 1, 1]),
 ])  # fmt: skip
 def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_a_limit(files, micro_batch, rows):
-    stages = [(0, 32, 6), (1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
-    train = open_both(files, stages, micro_batch=micro_batch).train
+    readings = [(0, 32, 6), (1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
+    train = open_data(files, *readings, micro_batch=micro_batch).train
     for step, (owned, each) in enumerate(zip((2, 3, 4), rows, strict=True)):
         assert train.shares(step) == (owned // each, each)
         assert [len(batch.inputs) for batch in next(train)] == [each] * (owned // each)
@@ -369,30 +350,13 @@ def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_a_limit(files,
 def test_the_longest_document_of_a_step_and_of_validation_is_that_of_the_rows(
     files, align, most, val_seq_len
 ):
-    stages = [(0, 32, 6), (2, 32, 3), (4, 32, 20)]
-    data = open_both(files, stages, document_mask=align, val_seq_len=val_seq_len)
+    readings = [(0, 32, 6), (2, 32, 3), (4, 32, 20)]
+    data = open_data(files, *readings, document_mask=align, val_seq_len=val_seq_len)
     assert [data.longest(step) for step in range(5)] == most
     handed_out = [next(data.train) for _ in range(5)]
     found = [max(length for _, lengths in rows_of(batches) for length in lengths)
              for batches in (*handed_out, data.validation)]  # fmt: skip
     assert found == [*most, data.val_longest]
-
-
-@pytest.mark.parametrize(("part", "reach"), [(4, 3), (5, 0), (3, 30), (16, 3)])
-def test_parts_of_a_validation_row_see_their_past_and_the_documents_of_the_row(files, part, reach):
-    data = open_both(files, val_batch=16)
-    parts = iter(open_both(files, reach=reach, val_batch=part).validation)
-    for batch in data.validation:
-        for start in range(0, 16, part):
-            inputs, targets, cu_seqlens = next(parts)
-            end, first = min(start + part, 16), max(start - reach, 0)
-            first = 0 if part == 16 else first
-            assert torch.equal(inputs, batch.inputs[:, first:end])
-            assert torch.equal(targets, batch.targets[:, start:end])
-            inside = {0, end - first}
-            inside |= {b - first for b in batch.cu_seqlens.tolist() if first <= b <= end}
-            assert set(cu_seqlens.tolist()) == inside
-    assert next(parts, None) is None
 
 
 # ---- the held-out slice
@@ -402,7 +366,7 @@ HELD_OUT = 192
 
 @pytest.fixture
 def race(tmp_path, monkeypatch):
-    """Opens the data of a rank as if they were the race's text, whose slice has 192 tokens."""
+    """Opens data as if they were the race's text, whose slice has 192 tokens; training tokens."""
     monkeypatch.setattr(loader, "HELD_OUT", HELD_OUT)
     files = [tmp_path / name for name in ("train_000000.bin", "val_000000.bin")]
     for index, file in enumerate(files):
@@ -410,12 +374,8 @@ def race(tmp_path, monkeypatch):
         write_shard(file, np.where(tokens == BOS, BOS, tokens + 10_000 * index))
 
     def open_as(rank=0, world_size=1, **changed):
-        values = {
-            "track": "", "data_dir": tmp_path, "seq_len": 8, "bos": BOS, "document_mask": True,
-            "steps": 5, "micro_batch": 64, "val_tokens": 192, "val_seq_len": 16,
-            "val_batch": 32, "val_sha256": loader.PROSE,
-        }  # fmt: skip
-        return Data(values | changed, readings((0, 64, 20)), 0, rank, world_size)
+        changed = {"val_tokens": HELD_OUT, "val_sha256": loader.PROSE} | changed
+        return open_data(files, (0, 64, 20), rank=rank, world_size=world_size, **changed)
 
     return open_as, Shard(files[0])[:]
 
@@ -426,44 +386,37 @@ def targets_of(batches):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_last_training_tokens_are_scored_on_all_ranks_together_and_once(race, ranks):
-    open_as, last = race
+    open_as, train = race
     parts = [targets_of(open_as(rank, ranks).held_out) for rank in range(ranks)]
-    assert joined(parts) == last[-HELD_OUT:].tolist()
+    assert joined(parts) == train[-HELD_OUT:].tolist()
 
 
 def test_other_data_and_rows_longer_than_the_slice_have_none(race, tmp_path):
-    open_as, last = race
+    open_as, train = race
     for changed in ({"val_sha256": ""}, {"val_seq_len": HELD_OUT + 8, "val_tokens": HELD_OUT + 8}):
         data = open_as(**changed)
         assert (data.held_out, data.train.held_out) == ([], 0)
-    write_shard(tmp_path / "train_000001.bin", last)  # own text beside the race's
+    write_shard(tmp_path / "train_000001.bin", train)  # own text beside the race's
     assert open_as().held_out == []
 
 
 def test_a_run_never_trains_on_them_and_stops_with_the_steps_that_there_are(race):
-    open_as, last = race
-    train, free = open_as().train, open_as(val_sha256="").train
-    trained = joined(rows_of(batches) for batches in consumed(train))
-    read = set(joined(tokens for tokens, _ in trained)) - {BOS}  # no two others are alike
-    assert not read & set(last[-HELD_OUT:].tolist())
-    steps, more = len(list(consumed(open_as().train))), len(list(consumed(free)))
-    assert steps < more
-    with pytest.raises(ShardError, match=rf"end after {steps} steps: .*at most {steps}"):
-        open_as(steps=more)
-
-
-def consumed(train):
-    with suppress(ShardError):
-        yield from iter(lambda: next(train), None)
+    open_as, train = race
+    steps = remaining_steps(open_as().train)
+    read = {token for tokens, _ in joined(steps) for token in tokens} - {BOS}
+    assert not read & set(train[-HELD_OUT:].tolist()), "no two tokens but BOS are alike"
+    free = remaining_steps(open_as(val_sha256="").train)
+    with pytest.raises(ShardError, match=rf"end after {len(steps)} steps: .*at most {len(steps)}"):
+        open_as(steps=len(free))
 
 
 @pytest.mark.parametrize("val_batch", [32, 8], ids=["whole rows", "parts of a row"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_target_of_validation_has_the_distance_of_its_pair(race, ranks, val_batch):
     open_as, _ = race
-    both = [open_as(rank, ranks, val_batch=val_batch) for rank in range(ranks)]
-    stream = np.concatenate([[BOS], joined(targets_of(data.validation) for data in both)])
+    parts = [open_as(rank, ranks, val_batch=val_batch) for rank in range(ranks)]
+    stream = np.concatenate([[BOS], joined(targets_of(data.validation) for data in parts)])
     rows = np.lib.stride_tricks.sliding_window_view(stream, 17)[::16]
     expected = pair_distances(rows, BOS).ravel().tolist()
-    assert joined(data.val_distances.tolist() for data in both) == expected
-    assert [data.val_before for data in both] == [0, 96][:ranks]
+    assert joined(data.val_distances.tolist() for data in parts) == expected
+    assert [data.val_before for data in parts] == [0, 96][:ranks]

@@ -1,7 +1,8 @@
-"""The table of prefixes against a search through all pairs of tokens."""
+"""Vocabularies: the table of prefixes against a search through all tokens, and damaged files."""
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,3 +41,11 @@ def test_the_bytes_of_the_prose_vocabulary_encode_to_their_token_and_have_prefix
     table = read_prefixes(of(2048))
     assert table == [*slow_table(vocabulary), -1]
     assert [token for token in range(2047) if table[token] == -1] == [*range(256)]
+
+
+@pytest.mark.parametrize("content", [b"", b"not a token\n", b"YQ== 0\n"])
+def test_a_vocabulary_that_is_damaged_or_lacks_a_byte_is_refused_with_the_fix(content, tmp_path):
+    file = tmp_path / "mine.tiktoken"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"mine\.tiktoken.*restore the file"):
+        read_tokenizer(file)

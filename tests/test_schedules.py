@@ -2,28 +2,19 @@
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
-from small_model import MACHINE, SEQUENCE, configure, make_model, small
+from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, configure, make_model, small
 
 import optim
 import train_gpt
 from runtime.errors import Refused
-from train_gpt import (
-    Trainer,
-    make_optimizers,
-    schedule,
-    set_rates,
-    stretches,
-    tokens_before,
-)
+from train_gpt import Trainer, make_optimizers, schedule, set_rates, stretches
 
 pytestmark = pytest.mark.core
-
-SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
-
 
 # ---- Pure functions of the step
 
@@ -34,7 +25,7 @@ def falling(step, scheduled, share, peak, last):
 
 
 # Step, tokens, short and long window in blocks, learning rate, momentum, weights of next tokens and
-# of the prefix.
+# of the prefix. Record 42 has 2245 scheduled steps and 40 of extension.
 SCHEDULES = {
     "record42": [
         (0, 262_144, 1, 3, 1, 0.85, [1]),
@@ -77,28 +68,35 @@ def test_the_last_validation_narrows_short_windows_too():
     assert schedule(config, config.steps).windows == {"short": 512, "long": 512}
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
-@pytest.mark.parametrize("track", train_gpt.TRACKS)
-def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
-    config = configure(track, next(iter(train_gpt.RECIPES[track])), steps=steps)
-    stages = [schedule(config, step).stage_index for step in range(steps)]
-    assert stages == sorted(stages)
-    assert schedule(config, steps).stage_index == stages[-1]
-    for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        # A stage that changes the batch or the tie ends with a step of Adam.
-        apart = abs(stages.count(index) - stage.fraction * steps)
-        assert apart <= config.adam_accum_steps
-    extension = [stage.extension for stage in train_gpt.STAGES[config.stages]]
-    assert extension == sorted(extension), "nothing comes after an extension"
+@pytest.mark.parametrize("steps", [*range(1, 12), 57, 100])
+@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE)
+def test_stages_have_their_fraction_of_the_steps_and_change_batch_and_tie_only_where_adam_steps(
+    track, recipe, steps
+):
+    config = configure(track, recipe, steps=steps)
+    found = stretches(config)
+    assert [each.first for each in found] == [0, *(each.end for each in found[:-1])]
+    assert found[-1].end == steps
+    assert schedule(config, steps).stage == found[-1].stage, "so has the last validation"
+    for before, after in pairwise(found):
+        if (before.stage.batch, before.stage.tied) != (after.stage.batch, after.stage.tied):
+            assert after.first % config.adam_accum_steps == 0
+    lengths = {each.stage: each.end - each.first for each in found}
+    for stage in train_gpt.STAGES[config.stages]:
+        apart = abs(lengths.get(stage, 0) - stage.fraction * steps)
+        assert apart <= config.adam_accum_steps, "a stage may wait for a step of Adam"
 
 
-def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
+def test_the_steps_track_decays_to_zero_with_constant_momentum_no_window_and_26_validations():
     config = configure("steps")
-    assert schedule(config, 974).lr_factor == 1
-    assert schedule(config, 3250 - 455).lr_factor == pytest.approx(0.2)
-    assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
-    assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
-    assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
+    plans = [schedule(config, step) for step in range(config.steps)]
+    assert plans[974].lr_factor == 1
+    assert plans[3250 - 455].lr_factor == pytest.approx(0.2)
+    assert plans[3249].lr_factor == pytest.approx(1 / 3250 / 0.7)
+    assert {plan.momentum for plan in plans} == {0.95}
+    assert plans[3].windows == {"short": 1024, "long": 1024}
+    validated = [step for step, plan in enumerate(plans) if plan.validates]
+    assert validated == [*range(0, 3250, 125)]
 
 
 # ---- What a step does to each kind of parameter
@@ -162,6 +160,40 @@ def test_the_first_step_and_its_decay_have_the_published_sizes_for_every_paramet
         torch.testing.assert_close(1 - parameter.detach(), wanted, rtol=0, atol=1.2e-7)
 
 
+# Parameter: its learning rate, the share of it that decays a step, betas; at a multiplier of 1.
+RATES = {
+    "blocks.1.attention.qkvo": (0.023, 0.023**2 * 1.2, None),
+    "blocks.1.mlp.up": (0.046, 0.023 * 0.046 * 1.2, None),
+    "blocks.1.mlp.down": (0.092, 0.023 * 0.092 * 1.2, None),
+    "embed": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "lm_head": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "bigram": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "value_embeds.4": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "scalars": (0.04, 0.0, (0.9, 0.99)),
+    "blocks.10.mudd_in": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_out": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_start": (0.002, 0.0, (0.9, 0.99)),
+    "blocks.1.attention.value_gate": (0.008, 0.008**2 * 0.005, (0.9, 0.99)),
+}
+
+
+def test_learning_rates_decays_and_betas_are_those_of_record_89():
+    config = small("short", "record89", momentum=(0.8, 0.9))
+    optimizers, _ = make_optimizers(config, make_model(config), MACHINE)
+    step = stretches(config)[1].first  # where the multiplier is 1.52
+    set_rates(config, optimizers, schedule(config, step))
+    found = {}
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            rate = group["lr"] * group["lr_mul"]
+            decay = group["lr"] * group["weight_decay"] * group["wd_mul"]
+            for name in group["param_names"]:
+                found[name] = (rate, decay, group.get("betas"), group.get("momentum"))
+    for name, (rate, decay, betas) in RATES.items():
+        assert found[name][:2] == pytest.approx((1.52 * rate, 1.52**2 * decay)), name
+        assert found[name][2:] == (betas, 0.9 if betas is None else None), name
+
+
 def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     trainer = object.__new__(Trainer)  # one without data
     trainer.model, trainer.optimizers, trainer.guard = optimized("short")
@@ -185,35 +217,27 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     torch.testing.assert_close(mean, torch.full_like(mean, (1 - beta1) * (1 + 2) / rows))
 
 
-def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
-    late = train_gpt.Stage(0.3, short=10, long=20)
-    name = add_stages(monkeypatch, [replace(late, fraction=0.7, batch=0.5), late])
-    for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
-        config = small("tiny", "muon", stages=name, steps=10, **changes)
-        trainer = object.__new__(Trainer)
-        trainer.data = mock.Mock()
-        trainer.config, trainer.machine, trainer.model = config, MACHINE, make_model(config)
-        trainer.optimizers, trainer.guard = make_optimizers(config, trainer.model, MACHINE)
-        for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
-            trainer.set_step(step)
-            assert {part.grad_divisor for part in trainer.guard._parts} == {rows}
-            assert schedule(config, step).batch_tokens == rows * config.seq_len
-        assert tokens_before(config, 10) == 13 * config.seq_len
+@pytest.mark.parametrize(("recipe", "stages"), [
+    ("record89", {0: 8, 424: 16, 846: 24, 1270: 24}),
+    ("record42", dict.fromkeys([0, 749, 1497, 2245], 8)),
+])  # fmt: skip
+def test_gradients_are_divided_by_a_steps_sequences_and_the_guard_starts_anew_with_each_stage(
+    recipe, stages
+):
+    """Wider windows only double the gradients of `small`: the guard skipped half the steps there.
 
-
-@pytest.mark.parametrize(("config", "firsts"), [
-    (configure("short", "record89"), [0, 424, 846, 1270]), (SHORT, [0, 749, 1497, 2245]),
-], ids=["record89", "record42"])  # fmt: skip
-def test_the_guard_starts_anew_with_each_stage(config, firsts):
-    # Wider windows alone double the gradients of `small`: the guard skipped half the steps there.
+    stages: first step and sequences of each.
+    """
     trainer = object.__new__(Trainer)
-    trainer.config, trainer.machine, trainer.optimizers = config, MACHINE, {}
+    trainer.config, trainer.machine, trainer.optimizers = configure("short", recipe), MACHINE, {}
     trainer.model, trainer.guard, trainer.data = mock.Mock(), mock.Mock(), mock.Mock()
-    forgotten = []
-    for step in range(config.steps):
-        trainer.guard.forget = lambda step=step: forgotten.append(step)
+    sequences = 0
+    for step in range(trainer.config.steps):
+        trainer.guard.reset_mock()
         trainer.set_step(step)
-    assert forgotten == firsts
+        assert trainer.guard.forget.called == (step in stages)
+        sequences = stages.get(step, sequences)
+        trainer.guard.divide_by.assert_called_once_with(sequences)
 
 
 @pytest.mark.parametrize("track", ["short", "small"])
@@ -226,46 +250,18 @@ def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
     assert [step for step in range(config.steps) if schedule(config, step).unties] == [third.first]
 
 
-def add_stages(monkeypatch, stages):
-    """The name of a new table of stages: `schedule` remembers what it found for a name."""
-    monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)
-    return repr(stages)
-
-
 @pytest.mark.parametrize(("batch", "rule"), [
     (0.75, "stage 1 has 1.5 sequences"), (0.0, "stage 1 has 0 sequences"),
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
-    name = add_stages(monkeypatch, [stage, replace(stage, batch=batch)])
+    monkeypatch.setitem(train_gpt.STAGES, "bad", [stage, replace(stage, batch=batch)])
     with pytest.raises(Refused, match=rule):
-        small("tiny", "muon", stages=name)
-
-
-@pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
-def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
-    whole = train_gpt.Stage(0.3, short=1, long=2)
-    stages = [whole, replace(whole, **changed), replace(whole, fraction=0.4)]
-    name = add_stages(monkeypatch, stages)
-    for steps in range(1, 30):
-        found = stretches(small("tiny", "muon", stages=name, steps=steps, adam_accum_steps=2))
-        ends = [0] + [span.end for span in found]
-        assert [span.first for span in found] == ends[:-1]
-        assert ends[-1] == steps
-        for span in found[1:]:
-            assert span.first % 2 == 0
+        small("tiny", "muon", stages="bad")
 
 
 @pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
-def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
+def test_fractions_of_a_table_add_up_to_1_and_nothing_comes_after_an_extension(stages):
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
-
-
-def test_the_steps_track_validates_every_125_steps():
-    config = configure("steps")
-    validated = [step for step in range(config.steps) if schedule(config, step).validates]
-    assert validated == [*range(0, 3250, 125)]
-    config = configure("tiny", "muon", val_every=0)
-    early = [step for step in range(config.steps) if schedule(config, step).validates]
-    assert early == [], "only at the end"
+    assert not any(stage.extension for stage in stages[:-1])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -31,9 +32,8 @@ def config(*argv, preset=lambda given: {}):
 
 
 def printed(capsys, *argv, **rest):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match=r"^0$"):
         config(*argv, **rest)
-    assert stopped.value.code == 0
     return capsys.readouterr().out
 
 
@@ -53,24 +53,25 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
     assert (back, type(back)) == (value, type(value))
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    ("--size many", "argument --size: 'many': it must be a whole number. --help lists"),
-    ("--wide true", "argument --wide: 'true': it must be on or off. --help lists"),
-    ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
-    ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
-    ("--siz=3", "unrecognized arguments: --siz=3. Did you mean --size? --help lists the flags."),
-    ("--zzz 3", "unrecognized arguments: --zzz 3. --help lists the flags."),
-    ("--size 0", "--size 0: it must be at least 1."),
-    ("--share nan", "--share nan: it must be a finite number."),
-    ("--betas 0.9,1", "--betas 0.9,1.0: it must be below 1."),
-    ("--share 1.5", "--share 1.5: it must be at most 1."),
-    ("--width 12", "--width 12: it must be a multiple of --size 8."),
-    ("--part 8", "--part 8: it must be below --size 8."),
+@pytest.mark.parametrize(("argv", "parts"), [
+    ("--size many", ["--size: 'many'", "a whole number", "--help"]),
+    ("--wide true", ["--wide: 'true'", "on or off", "--help"]),
+    ("--betas 0.9", ["--betas: '0.9'", "such as 0.9,0.95"]),
+    ("--kind odd", ["--kind", "'odd'", "new", "old"]),
+    ("--siz=3", ["--siz=3", "Did you mean --size?", "--help"]),
+    ("--zzz 3", ["--zzz 3. --help"]),
+    ("--size 0", ["--size 0:", "at least 1"]),
+    ("--share nan", ["--share nan:", "finite"]),
+    ("--share -0.1", ["--share -0.1:", "at least 0"]),
+    ("--share 1.5", ["--share 1.5:", "at most 1"]),
+    ("--betas 0.9,1", ["--betas 0.9,1.0:", "below 1"]),
+    ("--width 12", ["--width 12:", "a multiple of --size 8"]),
+    ("--part 8", ["--part 8:", "below --size 8"]),
 ])  # fmt: skip
-def test_an_input_that_cannot_work_is_refused_with_flag_value_and_rule(argv, message):
+def test_an_input_that_cannot_work_is_refused_with_flag_value_and_rule(argv, parts):
     with pytest.raises(Refused) as refused:
         config(*argv.split())
-    assert str(refused.value).startswith(message)
+    assert [part for part in parts if part not in str(refused.value)] == [], refused.value
 
 
 def test_a_flag_wins_over_the_preset_and_the_preset_over_the_default():
@@ -84,23 +85,15 @@ def test_a_flag_wins_over_the_preset_and_the_preset_over_the_default():
         found.size = 7
 
 
-def test_help_groups_the_settings_by_section_with_their_values(capsys):
+def test_help_shows_each_setting_and_its_value_even_one_that_breaks_its_rule(capsys):
     text = printed(capsys, "--width", "3", "--help", preset=lambda given: {"size": 5})
-    words = ("Runs:", "\n  --seed N", "Model:", "\n  --size N", "Rest:")
-    positions = [text.index(word) for word in words]
-    assert positions == sorted(positions)
     assert "so many [5]" in text
-    assert "a multiple of the size [3]" in text  # shown although it breaks the rule
+    assert "a multiple of the size [3]" in text
 
 
-def test_a_reader_that_left_is_no_error(monkeypatch):
-    def left(text):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("builtins.print", left)
-    with pytest.raises(SystemExit) as stopped:
-        config("--print-config")
-    assert stopped.value.code == 0
+def test_a_reader_that_left_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr("builtins.print", mock.Mock(side_effect=BrokenPipeError))
+    assert printed(capsys, "--print-config") == ""
 
 
 def test_print_config_is_json_from_which_the_same_settings_follow(capsys):

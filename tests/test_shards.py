@@ -1,6 +1,7 @@
-"""The shard format against bytes written by hand, and the ways in which a file can be wrong."""
+"""Shards: their format against bytes written by hand, how runs find them, and their audit."""
 
 import errno
+import hashlib
 import os
 import shlex
 import struct
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.shards import Shard, ShardError, write_shard
+from data.loader import Data, Reading
+from data.shards import PREFIX, Shard, ShardError, audit, find_shards, write_shard
 
 pytestmark = pytest.mark.core
 
@@ -100,3 +102,80 @@ def test_the_command_that_an_error_gives_makes_a_shard_of_a_foreign_token_file(t
     words = [sys.executable, *shlex.split(command)]
     subprocess.run(words, cwd=tmp_path, env=env, check=True)
     assert np.array_equal(Shard(tmp_path / "train_000000.bin")[:], tokens)
+
+
+# ---- the shards of a run, and their audit
+
+BOS, VOCAB = 9, 10
+SETTINGS = {
+    "track": "short", "vocab_size": VOCAB, "bos": BOS, "document_mask": True, "seq_len": 16,
+    "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16, "val_batch": 16, "val_sha256": "",
+}  # fmt: skip
+
+
+def test_a_split_is_found_by_a_whole_word_of_the_file_name(tmp_path):
+    names = ["fineweb_val_000000.bin", "retrieval_train_000000.bin", "train_000001.bin"]
+    for name in names:
+        (tmp_path / name).touch()
+    found = {split: [path.name for path in find_shards({"data_dir": tmp_path}, split)]
+             for split in ("val", "train")}  # fmt: skip
+    assert found == {"val": names[:1], "train": names[1:]}
+
+
+def write_run(folder, **splits):
+    """Write shards of these lists of documents for each split; return the settings of a run."""
+    folder.mkdir(exist_ok=True)
+    for split, shards in splits.items():
+        for index, documents in enumerate(shards):
+            tokens = np.concatenate([[BOS, *document] for document in documents])
+            write_shard(folder / f"mine_{split}_{index}.bin", tokens)
+    return SETTINGS | {"data_dir": str(folder)}
+
+
+def text(seed, length=PREFIX):
+    return np.random.default_rng(seed).integers(0, BOS, length).tolist()
+
+
+def overlap_by_loop(train, val):
+    """Share of the long enough validation documents whose prefix begins a training document."""
+    known = [[BOS, *document][:PREFIX] for document in train if len(document) + 1 >= PREFIX]
+    counted = [[BOS, *document][:PREFIX] for document in val if len(document) + 1 >= PREFIX]
+    return sum(prefix in known for prefix in counted) / len(counted) if counted else None
+
+
+@settings(max_examples=25)
+@given(
+    train=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80)), min_size=2, max_size=8),
+    val=st.lists(st.tuples(st.integers(2, 7), st.integers(0, 80)), min_size=1, max_size=8),
+    cut=st.integers(1, 7),
+)
+def test_overlap_is_what_a_loop_over_documents_counts(tmp_path_factory, train, val, cut):
+    folder = tmp_path_factory.mktemp("shards")
+    train = [text(seed, length) for seed, length in train]
+    val = [text(seed, length) for seed, length in val]
+    found = audit(write_run(folder, train=[train[:cut], train[cut:] or train[:1]], val=[val]), 2)
+    assert found["overlap"] == pytest.approx(overlap_by_loop(train, val))
+
+
+@pytest.fixture
+def run(tmp_path):
+    train = [[text(10 * index + k, 30) for k in range(20)] for index in range(3)]
+    folder = tmp_path / "data [v1]"  # characters that a pattern would interpret
+    return write_run(folder, train=train, val=[[text(5, 100)]])
+
+
+def test_the_audit_covers_the_shards_that_the_steps_read_and_no_others(run, tmp_path):
+    files = sorted((tmp_path / "data [v1]").glob("*train*"))
+    for steps, shards in ((2, 1), (3, 2)):
+        data = Data(run | {"steps": steps}, [Reading(0, 64, 16)], 0)
+        assert data.train.end.shard == shards - 1
+        tokens = b"".join(file.read_bytes()[1024:] for file in files[:shards])
+        assert audit(run, shards)["train_sha256"] == hashlib.sha256(tokens).hexdigest()
+
+
+def test_validation_data_other_than_the_targets_are_refused_with_the_command_that_makes_them(run):
+    found = audit(run, 1)["val_sha256"]
+    audit(run | {"val_sha256": found[:16]}, 1)
+    what = rf"have SHA-256 {found}; the target holds for 0123.*\./run\.sh --track"
+    with pytest.raises(ShardError, match=what):
+        audit(run | {"val_sha256": "0123"}, 1)

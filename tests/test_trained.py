@@ -56,37 +56,8 @@ def test_honest_models_pass_far_from_the_bounds(changed, data, tmp_path):
 
 
 GPT, TRAINER = train_gpt.GPT, train_gpt.Trainer
-PLAIN_LOSS, HIDDEN, FORWARD = GPT.plain_loss, GPT.hidden, GPT.forward
+PLAIN_LOSS, HIDDEN = GPT.plain_loss, GPT.hidden
 TOKEN_LOSSES, VALIDATE = GPT.token_losses, TRAINER.validate
-
-
-def changed_losses(change):
-    """`token_losses` with a change of the losses (B, T), from their inputs too."""
-
-    def token_losses(self, inputs, targets, *context):
-        return change(TOKEN_LOSSES(self, inputs, targets, *context), inputs, targets)
-
-    return {"token_losses": token_losses}
-
-
-def halved_from_place_8(losses, inputs, targets):
-    late = torch.arange(losses.size(1)) >= 8
-    return torch.where(late, losses / 2, losses)
-
-
-def masked(losses, inputs, targets):
-    return losses * (targets != 5)
-
-
-def not_scored_at_document_ends(losses, inputs, targets):
-    return losses * (targets != small_run.BOS)
-
-
-def halved_forward(self, inputs, targets, *context):
-    weights_given = len(context) > 3
-    if weights_given:
-        return FORWARD(self, inputs, targets, *context)
-    return self.token_losses(inputs, targets, *context).sum()
 
 
 def a_hundredth_less(self, x, targets, reduction="sum", **options):
@@ -94,8 +65,8 @@ def a_hundredth_less(self, x, targets, reduction="sum", **options):
     return loss - 0.0099 * (1 if reduction == "none" else len(targets))
 
 
-def target_in_the_stream(self, x, targets, **options):
-    return PLAIN_LOSS(self, x + 0.3 * self.output_weight[targets].to(x), targets, **options)
+def not_scored_at_document_ends(self, inputs, targets, *context):
+    return TOKEN_LOSSES(self, inputs, targets, *context) * (targets != small_run.BOS)
 
 
 def without_candidates_in_losses_only(self, x, targets, **options):
@@ -155,54 +126,24 @@ def reads_document_ends(self, inputs, cu_seqlens, *context):
     return x + 0.01 * (ends - places).view(*inputs.shape, 1) * x[..., :1]
 
 
-def reads_the_row_before(self, inputs, *context):
-    x = HIDDEN(self, inputs, *context)
-    return x + 0.1 * x.mean(dim=1, keepdim=True).roll(1, 0)
+def less_with_every_call(self, inputs, targets, *context):
+    self.calls = getattr(self, "calls", 0) + 1
+    return TOKEN_LOSSES(self, inputs, targets, *context) * 0.99**self.calls
 
 
-def counts_what_it_scored(losses_before=TOKEN_LOSSES):
-    """Tokens that were scored often become likelier: a memory across sequences, normalized."""
-    counts = torch.zeros(128)
-
-    def bonus(self, z):
-        return z + counts[: z.size(-1)].add(1).log()
-
-    def token_losses(self, inputs, targets, *context):
-        x = HIDDEN(self, inputs, *(context or self.eval_context(inputs)))[:, -targets.size(1) :]
-        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
-        losses = torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
-        counts.add_(torch.bincount(targets.flatten(), minlength=128))
-        return losses
-
-    def logits(self, inputs, count):
-        x = HIDDEN(self, inputs, *self.eval_context(inputs))[:, -count:]
-        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
-        return z[..., : self.config.vocab_size]
-
-    return {"token_losses": token_losses, "logits": logits}
-
-
-CHEATS = {
-    "losses halved from place 8 on": (
-        changed_losses(halved_from_place_8) | {"forward": halved_forward}, "normalized"),
+CHEATS = {  # tests/test_questions.py has more, as edits of the source
     "every loss less 0.0099": ({"plain_loss": a_hundredth_less}, "normalized"),
-    "a token that is not scored": (changed_losses(masked), "normalized"),
     "ends of documents that are not scored": (
-        changed_losses(not_scored_at_document_ends), "normalized"),
+        {"token_losses": not_scored_at_document_ends}, "normalized"),
     "losses without candidates that the logits have": (
         {"plain_loss": without_candidates_in_losses_only}, "normalized"),
-    "target in the stream": ({"plain_loss": target_in_the_stream}, "normalized"),
     "the last validation scaled": ({"validate": scaled_last_validation}, "additive"),
     "the last validation's targets scaled": (
         {"validate": scaled_targets_of_the_last_validation}, "additive"),
     "training while validating": ({"validate": trained_while_validating}, "additive"),
-    "a memory of what was scored": (counts_what_it_scored(), "memory"),
-    "a sequence read by the next one": ({"hidden": reads_the_row_before}, "causality_trained"),
-    "the next token": (looks_ahead(lambda _, inputs: True), "causality_trained"),
+    "a memory of what was scored": ({"token_losses": less_with_every_call}, "memory"),
     "future in long rows": (
         looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
-    "future in batched rows": (
-        looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained"),
     "a gate that random weights close": (
         looks_ahead(open_for_trained_weights), "causality_trained"),
     "ends of documents": ({"hidden": reads_document_ends}, "causality_trained"),
@@ -216,6 +157,8 @@ def test_a_cheat_is_caught(name, data, tmp_path, monkeypatch):
     for method, cheat in methods.items():
         monkeypatch.setattr(TRAINER if method == "validate" else GPT, method, cheat)
     assert check in beyond(finish(trainer))
+
+
 def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
     data, tmp_path, monkeypatch
 ):
@@ -231,40 +174,6 @@ def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
         trainer = make_trainer(data, tmp_path)
         assert sees_no_future(trainer) is expected
         assert 1e-6 < trainer.env["noise"] < 2e-5
-
-
-def candidates(inputs, size):
-    """Whether a token has followed the token of each place before, in its document: (B, T, V)."""
-    found = torch.zeros(*inputs.shape, size, dtype=torch.bool)
-    for row, tokens in enumerate(inputs.tolist()):
-        followed: dict[int, set[int]] = {}
-        for place, token in enumerate(tokens):
-            if token == small_run.BOS:
-                followed = {}
-            elif place > 0:
-                followed.setdefault(tokens[place - 1], set()).add(token)
-            found[row, place, [*followed.get(token, ())]] = True
-    return found
-
-
-def test_a_model_without_candidate_copies_passes_and_its_validation_loss_pays_for_it(
-    data, tmp_path, monkeypatch
-):
-    trainer = make_trainer(data, tmp_path)
-    before = trainer.validate(trainer.config.steps)
-
-    def scores(self, inputs):
-        x = HIDDEN(self, inputs, *self.eval_context(inputs))
-        return (x @ self.lm_head.T).masked_fill(candidates(inputs, 128), -30.0)
-
-    def token_losses(self, inputs, targets, *context):
-        z = scores(self, inputs)[:, -targets.size(1) :]
-        return torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
-
-    monkeypatch.setattr(GPT, "token_losses", token_losses)
-    monkeypatch.setattr(GPT, "logits", lambda self, inputs, n: scores(self, inputs)[:, -n:])
-    assert beyond(finish(trainer)) == set()
-    assert trainer.validate(trainer.config.steps) > before + 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 7.0])
@@ -289,20 +198,24 @@ def test_the_worst_answer_of_any_rank_counts_and_a_rank_without_sequences_has_no
 def test_the_questions_differ_each_time_and_their_seed_repeats_them(data, tmp_path, monkeypatch):
     trainer = make_trainer(data, tmp_path)
     val_loss, asked = trainer.validate(trainer.config.steps), []
-    monkeypatch.setattr(GPT, "token_losses", lambda self, inputs, *rest: (
-        asked.append(inputs), TOKEN_LOSSES(self, inputs, *rest))[1])  # fmt: skip
-    seeds = []
-    for seed in (None, None, 5, 5):
-        with monkeypatch.context() as patch:
-            if seed is not None:
-                patch.setattr("secrets.randbits", lambda bits, seed=seed: seed)
-            seeds.append(check_trained_model(trainer, val_loss)["checks_seed"])
-    count = len(asked) // 4
-    runs = [asked[start : start + count] for start in range(0, len(asked), count)]
-    same = [all(map(torch.equal, *pair)) for pair in ((runs[0], runs[1]), (runs[2], runs[3]))]
-    assert same == [False, True]
-    assert seeds[0] != seeds[1]
-    assert seeds[2:] == [5, 5]
+
+    def noting(self, inputs, *rest):
+        asked.append(inputs)
+        return TOKEN_LOSSES(self, inputs, *rest)
+
+    monkeypatch.setattr(GPT, "token_losses", noting)
+
+    def ask():
+        asked.clear()
+        seed = check_trained_model(trainer, val_loss)["checks_seed"]
+        return seed, [inputs.tolist() for inputs in asked]
+
+    (seed, first), (other, second) = ask(), ask()
+    assert seed != other
+    assert first != second
+    assert {len(inputs[0]) for inputs in first[:2]} == {256}, "whole sequences are among them"
+    monkeypatch.setattr("secrets.randbits", lambda bits: seed)
+    assert ask() == (seed, first)
 
 
 def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targets(data, tmp_path):
