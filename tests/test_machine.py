@@ -49,6 +49,7 @@ def meet():
 
 def lose(number, victim):
     """Many collectives, in which the victim gets a signal."""
+
     def run():
         machine = machines.start("cpu", 10.0)
         for step in range(1000):
@@ -194,9 +195,24 @@ def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
 # ---- Device
 
 
-def test_a_gpu_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+@pytest.fixture
+def gpus(monkeypatch):
+    """Set how many GPUs torch finds, and what torchrun sets."""
+
+    def has(count, **variables):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return has
+
+
+def test_a_gpu_where_there_is_none_is_refused_and_auto_is_the_cpu(gpus):
+    gpus(0)
     for name, gpu in (("cuda", "GPU"), ("mps", "Apple GPU")):
         with pytest.raises(Refused, match=f"--device {name}: torch finds no {gpu}. Use --device a"):
             machines.start(name)
@@ -204,21 +220,14 @@ def test_a_gpu_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
     assert (machine.device, machine.rank, machine.world_size, machine.is_main) == (CPU, 0, 1, True)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+def test_each_rank_of_a_host_has_its_own_gpu_and_more_ranks_than_gpus_are_refused(gpus):
+    gpus(4, WORLD_SIZE="4", LOCAL_RANK="3")
+    assert machines.find_device("auto") == torch.device("cuda", 3)
+    gpus(1, LOCAL_RANK="1")  # of another launcher: this process has no ranks
+    assert machines.find_device("auto") == torch.device("cuda", 0)
+    gpus(4, LOCAL_WORLD_SIZE="8")
     with pytest.raises(Refused, match=r"^8 processes on a machine with 4 GPUs. Set NPROC=4"):
         machines.start("auto")
-
-
-def test_a_process_alone_takes_the_first_gpu_whatever_rank_its_shell_names(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert machines.find_device("auto") == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

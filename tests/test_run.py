@@ -103,10 +103,8 @@ def test_matrices_that_kept_their_weights_are_an_event_and_a_warning_and_the_run
     data, tmp_path, monkeypatch
 ):
     def hold(run):
-        if run.steps_done == 4:
-            monkeypatch.setattr(Guard, "held", lambda *_: None)
-        else:
-            monkeypatch.setattr(Guard, "held", lambda *_: Held(3, "weights"))
+        found = Held(3, "weights") if run.steps_done == 3 else None
+        monkeypatch.setattr(Guard, "held", lambda *_: found)
 
     outcome = brief(data, tmp_path, {3: hold, 4: hold})
     assert outcome.code == 0
@@ -182,33 +180,30 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_run_continues(
 
 @pytest.mark.parametrize("keep", ["on", "off"])
 def test_a_run_that_is_done_keeps_only_its_model_and_only_on_request(keep, data, tmp_path):
+    last = []
+
     def leave_half(run):  # as another process that was killed while it wrote
         wait_for_writer(run)
         next(tmp_path.glob("checkpoints/*/step_*")).with_name(".step_000002").mkdir()
+        last.append(run.trainer.model_state())
 
-    brief(data, tmp_path, {9: leave_half}, checkpoint_every=3, keep_model=keep)
-    left = sorted(path.name for path in tmp_path.glob("checkpoints/*/*"))
-    assert left == (["final"] if keep == "on" else [])
+    outcome = brief(data, tmp_path, {10: leave_half}, checkpoint_every=3, keep_model=keep)
+    left = list(tmp_path.glob("checkpoints/*/*"))
+    assert [path.name for path in left] == (["final"] if keep == "on" else [])
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
-
-
-def test_a_kept_model_has_the_last_weights_and_where_they_come_from(data, tmp_path):
-    last = []
-    at = {"validate 10": lambda run: last.append(run.trainer.model_state())}
-    brief(data, tmp_path, at, keep_model="on")
-    (folder,) = tmp_path.glob("checkpoints/*/final")
-    model, facts = load_final(folder)
-    assert all(model[name].equal(last[0][name]) for name in model)
-    (header,), (validated,) = events(tmp_path, "header"), events(tmp_path, "val")[-1:]
-    for name in ("run_id", "seed", "source_sha256", "config"):
-        assert facts[name] == header[name]
-    assert facts["val_loss"] == validated["val_loss"]
-    assert (facts["steps"], facts["tokens"], facts["tokenizer"]) == (10, 160, None)
-    phases = [event["name"] for event in events(tmp_path, "phase") if not event["timed"]]
-    assert "keep" in phases, "off the clock"
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(Refused, match=r"config.json has SHA-256"):
-        load_final(folder)
+    for folder in left:
+        model, facts = load_final(folder)
+        assert all(model[name].equal(last[0][name]) for name in model)
+        (header,) = outcome.events("header")
+        for name in ("run_id", "seed", "source_sha256", "config"):
+            assert facts[name] == header[name]
+        assert facts["val_loss"] == outcome.events("val")[-1]["val_loss"]
+        assert (facts["steps"], facts["tokens"], facts["tokenizer"]) == (10, 160, None)
+        phases = [event["name"] for event in outcome.events("phase") if not event["timed"]]
+        assert "keep" in phases, "off the clock"
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(Refused, match=r"config.json has SHA-256"):
+            load_final(folder)
 
 
 # ---- Before the first step
