@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from small_run import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
 TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
