@@ -33,6 +33,19 @@ def data(tmp_path_factory):
     return small_run.write_data(tmp_path_factory.mktemp("data"), train_documents=56)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _noise():
+    """Training draws random numbers, as dropout would."""
+    losses = train_gpt.Trainer.losses
+
+    def noisy(trainer, batch):
+        train_loss, next_token_loss = losses(trainer, batch)
+        return train_loss * (0.5 + torch.rand(())), next_token_loss
+
+    with mock.patch.object(train_gpt.Trainer, "losses", noisy):
+        yield
+
+
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """The folder of the runs that nothing interrupts, with these settings, made once."""
