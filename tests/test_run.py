@@ -92,6 +92,8 @@ def test_skips_in_a_row_end_the_run(data, tmp_path, monkeypatch):
     assert "3 steps were skipped in a row, the last of them 7" in outcome.out
     first, *others = events(tmp_path, "skip")
     assert first | {"step": 2, "guard": "nonfinite", "shard": "s_train_0.bin"} == first
+    assert first["token_offset"] > 0
+    assert first["value"] in ("inf", "nan")
     assert first["tensor"]
     skipped = [event["step"] for event in events(tmp_path, "step") if event["skipped"]]
     assert skipped == [2, *(other["step"] for other in others)] == [2, 3, 5, 6, 7]
