@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_record import make_claim
-from small_run import ROOT, arguments, run
+from small_run import BRIEF, ROOT, arguments, brief
 
 import train_gpt
-from runtime.claim import Claim, check_claim, read_claim
+from runtime.claim import Claim, read_claim
 from runtime.errors import LogError, Refused
 from runtime.log import config_hash
 from runtime.registry import read_registry, register
 from runtime.settings import parse
 from runtime.source import source_hash
-
-SEEDS = list(range(7, 11))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,44 +156,31 @@ def test_the_id_ignores_layout_and_order_and_sees_every_value(tmp_path):
 
 # ---- Runs under a claim
 
-@pytest.fixture
-def words(tmp_path, data):
-    """The command line of a small run for which claim.json is written; it would leave logs/."""
-    words = arguments(data, tmp_path / "logs")
-    hashes = {"source_sha256": source_hash(ROOT), "config_sha256": config_hash(settings(words))}
-    write_claim(tmp_path / "claim.json", **hashes)
-    return words
 
-
-def settings(words: list[str]) -> dict[str, object]:
-    return dataclasses.asdict(parse(train_gpt.Config, words, train_gpt.preset, ""))
-
-
-def test_runs_of_the_claimed_source_settings_and_seeds_are_admitted(words, tmp_path, monkeypatch):
-    monkeypatch.setitem(train_gpt.FIXED, "tiny", ())  # sizes of a test
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "6")  # on the clock they change nothing
-    path = str(tmp_path / "claim.json")
-    own = ["--seed", "8", "--trials", "2", "--log-dir", "x", "--data-dir", "y", "--claim", path]
-    elsewhere = settings([*words, *own])
-    for seeds in (SEEDS, SEEDS[1:3], [SEEDS[-1]]):
-        assert check_claim(path, ROOT, elsewhere, seeds) == read_claim(path).id
-    assert check_claim("", ROOT, elsewhere, [0]) is None
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    with pytest.raises(Refused, match="TORCHINDUCTOR_MAX_AUTOTUNE is set, but a claim has only"):
-        check_claim(path, ROOT, elsewhere, SEEDS)
-
-
-@pytest.mark.parametrize(("flags", "claimed", "sentence"), [
-    ({"matrix_lr": 0.5}, {}, r"configuration is \w{12} but \w{12} was claimed.*'--steps 12'"),
-    ({"trials": 6}, {}, r"seeds \[11, 12\] are not among the claimed \[7, 8, 9, 10\]"),
-    ({}, {"source_sha256": "0" * 64}, r"source is \w{12} but 0{12} was claimed"),
+@pytest.mark.usefixtures("two_layers")
+@pytest.mark.parametrize(("flags", "claimed", "variable", "refusal"), [
+    ({}, {}, "CACHE_DIR", ""),
+    ({"seed": 8, "trials": 2}, {}, "COMPILE_THREADS", ""),  # on the clock it changes nothing
+    ({"matrix_lr": 0.5}, {}, "", r"configuration is \w{12} but \w{12} was claimed.*'--steps 12'"),
+    ({"trials": 6}, {}, "", r"seeds \[11, 12\] are not among the claimed \[7, 8, 9, 10\]"),
+    ({}, {"source_sha256": "0" * 64}, "", r"source is \w{12} but 0{12} was claimed"),
+    ({}, {}, "MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE is set, but a claim has only"),
 ])  # fmt: skip
-def test_a_run_that_is_not_the_claims_ends_before_it_leaves_a_trace(
-    flags, claimed, sentence, words, data, tmp_path
+def test_only_runs_of_the_claimed_source_settings_and_seeds_begin(
+    flags, claimed, variable, refusal, data, tmp_path, monkeypatch
 ):
-    path = tmp_path / "claim.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | claimed))
-    outcome = run(data, tmp_path / "logs", **{"claim": path, "seed": 7, "trials": 4} | flags)
-    assert outcome.code == 2
-    assert re.search(sentence, outcome.err), outcome.err
-    assert not (tmp_path / "logs").exists()
+    words = arguments(data, tmp_path / "elsewhere", **BRIEF)
+    config = dataclasses.asdict(parse(train_gpt.Config, words, train_gpt.preset, ""))
+    hashes = {"source_sha256": source_hash(ROOT), "config_sha256": config_hash(config)}
+    path = write_claim(tmp_path / "claim.json", **hashes | claimed)
+    if variable:
+        monkeypatch.setenv(f"TORCHINDUCTOR_{variable}", "6")
+    outcome = brief(data, tmp_path / "logs", **{"claim": path, "seed": 7, "trials": 1} | flags)
+    if refusal:
+        assert outcome.code == 2
+        assert re.search(refusal, outcome.err), outcome.err
+        assert not (tmp_path / "logs").exists()
+    else:
+        assert outcome.code == 0, outcome.err
+        headers = [outcome.events("header", number)[0] for number in range(len(outcome.logs))]
+        assert {header["claim"] for header in headers} == {read_claim(path).id}

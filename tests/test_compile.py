@@ -3,66 +3,71 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
-from small_run import ROOT
+from small_run import ROOT, brief
 
-from runtime import warmup as compiling
+import train_gpt
+from runtime import warmup
 from runtime.clock import Clock
-from runtime.errors import Refused
 from runtime.machine import Machine
 from runtime.warmup import compile_loss, warm_up
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 
 def fail(error):
     raise error
 
 
-def trainer_with(mode, device=CUDA):
-    """All that compilation asks of a trainer."""
-    return SimpleNamespace(config=SimpleNamespace(compile=mode), machine=Machine(device),
-                           model=SimpleNamespace(compiled=lambda: "compiled"), loss=None,
-                           state_dict=dict, env={})  # fmt: skip
-
-
 @pytest.fixture
-def compiler(monkeypatch):
-    """A compiler that works at once."""
-    monkeypatch.setattr(compiling, "try_largest_micro_batch", lambda trainer: None)
-    return monkeypatch
+def trainer(data, tmp_path, monkeypatch):
+    """A trainer with --compile auto on a GPU, whose compiler works at once."""
+    found = []
+    brief(data, tmp_path, {1: lambda run: found.append(run.trainer)}, compile="auto")
+    found[0].machine = Machine(torch.device("cuda"))
+    found[0].model.compiled = lambda: "compiled"
+    monkeypatch.setattr(warmup, "try_largest_micro_batch", lambda trainer: None)
+    return found[0]
 
 
-def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why(compiler):
-    trainer = trainer_with("auto")
+def test_auto_compiles_only_on_cuda_and_off_never(trainer):
     assert (compile_loss(trainer), trainer.loss) == (None, "compiled")
-    assert compile_loss(trainer_with("off")) == "--compile off"
-    broken = AssertionError("does not build\nand a page of it")
-    compiler.setattr(
-        compiling, "try_largest_micro_batch",
-        lambda trainer: trainer.loss is trainer.model or fail(broken),
-    )  # fmt: skip
+    for device in ("cpu", "mps"):
+        trainer.machine = Machine(torch.device(device))
+        assert "--compile on forces it" in compile_loss(trainer)
+    trainer.config = replace(trainer.config, compile="on")
+    assert compile_loss(trainer) is None
+    trainer.config = replace(trainer.config, compile="off")
+    assert compile_loss(trainer) == "--compile off"
+
+
+def test_under_auto_a_model_that_does_not_compile_is_run_as_it_is(trainer, monkeypatch):
+    trainer.model.compiled = lambda: fail(AssertionError("does not build\nand a page of it"))
     reason = "compilation failed: AssertionError: does not build"
-    assert compile_loss(trainer_with("auto")) == reason
-    trainer = trainer_with("auto")
-    compiler.setattr(compiling, "rehearse", lambda trainer: fail(EOFError()))  # far enough
+    assert compile_loss(trainer) == reason
+    monkeypatch.setattr(warmup, "rehearse", lambda trainer: fail(EOFError()))  # far enough
     with pytest.raises(EOFError):
         warm_up(trainer, Clock())
     assert trainer.loss is trainer.model
-    with pytest.raises(Refused, match=f"^--compile on: {reason}"):
-        warm_up(trainer_with("on"), Clock())
-    compiler.setattr(compiling, "try_largest_micro_batch", lambda trainer: fail(MemoryError()))
+    trainer.model.compiled = lambda: fail(MemoryError())
     with pytest.raises(MemoryError):  # no obstacle to compilation
-        compile_loss(trainer_with("auto"))
+        compile_loss(trainer)
 
 
-def test_auto_compiles_on_cuda_alone(compiler):
-    for device, compiled in ((CUDA, True), (CPU, False), (torch.device("mps"), False)):
-        assert (compile_loss(trainer_with("auto", device)) is None) == compiled
-    assert compile_loss(trainer_with("on", CPU)) is None
+def test_under_on_a_model_that_does_not_compile_is_refused_with_the_reason(
+    data, tmp_path, monkeypatch
+):
+    broken = AssertionError("does not build\nand a page of it")
+    monkeypatch.setattr(train_gpt.GPT, "compiled", lambda model: fail(broken))
+    outcome = brief(data, tmp_path, compile="on")
+    assert (outcome.code, outcome.logs) == (2, [])
+    assert "--compile on: compilation failed: AssertionError: does not build. " in outcome.err
+    outcome = brief(data, tmp_path, compile="auto")
+    assert outcome.code == 0
+    assert outcome.events("header")[0]["env"]["compiled"] is False
 
 
 # ---- What the log is told

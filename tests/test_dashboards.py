@@ -5,11 +5,12 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytest
-from stub_trainer import STEPS, logs_of, read_events, run, trainer_in, wait_for_writer
+from small_run import BRIEF_STEPS, brief, logs_of, read_events
 
-from runtime.errors import Refused
-from runtime.settings import require_packages
+import train_gpt
 from runtime.terminal import PROJECT, SHOWN
+
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 
 def logged(folder):
@@ -19,14 +20,9 @@ def logged(folder):
         for name in SHOWN if event["event"] in ("step", "val") else ():
             if name in event:
                 found[name][event["step"]] = pytest.approx(float(event[name]), rel=1e-6)
-    assert len(found["train_loss"]) == STEPS
+    assert len(found["train_loss"]) == BRIEF_STEPS
     assert len(found["val_loss"]) == 3
     return found
-
-
-def by_name(rows):
-    """The same of rows that hold the numbers of a step."""
-    return {name: {row["step"]: row[name] for row in rows if name in row} for name in SHOWN}
 
 
 def read_tensorboard(folder, run_id):
@@ -40,17 +36,18 @@ def read_tensorboard(folder, run_id):
 def read_trackio(folder, run_id):
     from trackio.sqlite_storage import SQLiteStorage
 
-    return by_name(SQLiteStorage.get_logs(PROJECT, run_id))
+    rows = SQLiteStorage.get_logs(PROJECT, run_id)
+    return {name: {row["step"]: row[name] for row in rows if name in row} for name in SHOWN}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [read_tensorboard, read_trackio])
-def test_a_dashboard_shows_the_log(read, tmp_path, monkeypatch):
+def test_a_dashboard_shows_the_log(read, data, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before its import
     package = read.__name__.removeprefix("read_")
     pytest.importorskip(package, reason=f"needs the package {package}")
-    assert run(tmp_path, log_to=package) == 0
+    assert brief(data, tmp_path, log_to=package).code == 0
     (log,) = logs_of(tmp_path)
     assert read(tmp_path, log.stem) == logged(tmp_path)
 
@@ -74,28 +71,23 @@ class Writer:
 
 
 def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
-    tmp_path, monkeypatch
+    data, tmp_path, monkeypatch
 ):
     writer = ModuleType("torch.utils.tensorboard")
     writer.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, writer.__name__, writer)
+    monkeypatch.setattr(train_gpt, "require_packages", lambda config: None)
     monkeypatch.setattr(Writer, "files", [])
     settings = {"log_to": "tensorboard", "checkpoint_every": 4}
-
-    def fail(trainer, step):
-        wait_for_writer(trainer, step)  # for the checkpoint of step 4
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, {7: fail}, **settings)
-    assert run(tmp_path, resume="auto", **settings) == 0
+    assert brief(data, tmp_path, {6: lambda run: 1 / 0}, **settings).code == 1
+    assert brief(data, tmp_path, resume="auto", **settings).code == 0
     (_, first), (purged, second) = Writer.files
     assert max(first["train_loss"]) > 4, "it has steps that are done again"
     assert purged == 5
-    assert [*second["train_loss"]] == [*range(5, STEPS + 1)]
+    assert [*second["train_loss"]] == [*range(5, BRIEF_STEPS + 1)]
 
 
-def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monkeypatch, capsys):
+def test_a_dashboard_that_fails_is_one_warning_and_the_run_is_done(data, tmp_path, monkeypatch):
     sent = []
 
     def log(step, numbers):
@@ -103,15 +95,18 @@ def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monke
         if step == 3:
             raise ConnectionError("no route")
 
+    monkeypatch.setattr(train_gpt, "require_packages", lambda config: None)
     monkeypatch.setattr("runtime.terminal.open_dashboard", lambda *run: (log, None))
-    assert run(tmp_path, log_to="wandb") == 0
-    assert capsys.readouterr().out.count("warning: --log-to wandb stops here: no route") == 1
+    outcome = brief(data, tmp_path, log_to="wandb")
+    assert outcome.out.count("warning: --log-to wandb stops here: no route") == 1
     assert sent == [0, 1, 2, 3]
-    assert read_events(*logs_of(tmp_path))[-1]["status"] == "done"
+    assert outcome.events("end")[0]["status"] == "done"
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = trainer_in(tmp_path, log_to="trackio").config
-    with pytest.raises(Refused, match=r"--log-to trackio: .* pip install trackio$"):
-        require_packages(config)
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("runtime.settings.importlib.util.find_spec", lambda name: None)
+    outcome = brief(data, tmp_path, log_to="trackio")
+    assert outcome.code == 2
+    assert outcome.err.endswith("--log-to trackio: its package is missing. pip install trackio\n")

@@ -1,7 +1,7 @@
 """A quick look: one batch of validation, no checks at the end, and no claim."""
 
 import pytest
-import small_run
+from small_run import brief
 
 import train_gpt
 from claims.record import why_no_claim
@@ -25,10 +25,9 @@ def test_a_quick_look_validates_on_one_batch_and_belongs_to_no_claim():
         config_of("--track", "tiny", "--quick", "--claim", "claim.json")
 
 
-def test_a_quick_run_names_itself_and_leaves_out_the_checks_of_the_trained_model(tmp_path):
-    data = small_run.write_data(tmp_path / "data", 60)
-    with small_run.two_layers():
-        outcome = small_run.run(data, tmp_path / "logs", quick="on", steps=4, keep_model="off")
+@pytest.mark.usefixtures("two_layers")
+def test_a_quick_run_says_so_and_leaves_out_the_checks_of_the_trained_model(data, tmp_path):
+    outcome = brief(data, tmp_path, quick="on")
     assert outcome.code == 0, outcome.err
     assert "off the track, no claim can be made: quick is on" in outcome.out
     (end,) = outcome.events("end")

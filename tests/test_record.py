@@ -13,7 +13,6 @@ import small_record
 import small_run
 from scipy import stats
 from small_record import LOSSES, TARGET, call, contents, make_claim, read_logs, write_record
-from stub_trainer import signal_after
 
 from claims.checks import find_failures
 from claims.record import TRACKS, read_evidence, write_claim, write_source
@@ -72,7 +71,7 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     logs, claim = tmp_path / "logs", folder / "claim.json"
     assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=record89"]
     flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
-    with signal_after(8, signal.SIGTERM):
+    with small_run.acting({8: small_run.signalled(signal.SIGTERM)}):
         assert small_run.run(data, logs, **flags).code == 128 + signal.SIGTERM
     code, said = call(capsys, "make", folder, logs)
     assert (code, "fix: if it was interrupted, repeat its command with" in said) == (1, True)

@@ -1,46 +1,83 @@
-"""Runs that break off and go on, with a trainer of eight numbers: the same run, and its time."""
+"""Runs that break off and resume: the same run to the bit, its time, and refusals that say why."""
 
 import errno
 import os
 import signal
+from copy import deepcopy
 from functools import cache
 from itertools import count
 from pkgutil import resolve_name
 from unittest import mock
 
 import pytest
-import stub_trainer
-from stub_trainer import STEPS, in_child, kill, logs_of, losses_of, read_events, run, signalled
+import small_run
+import torch
+from small_run import brief, kill, logs_of, losses_of, read_events, signalled
 
+import train_gpt
+from claims.logs import read_runs
 from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
-from runtime.errors import LogError, Refused
 from runtime.registry import REGISTRY, read_registry
 from runtime.warmup import same_bits
 
-EVERY = {"checkpoint_every": 2, "keep_model": True}
+pytestmark = pytest.mark.usefixtures("two_layers", "kept_state")
+
+EVERY = {"checkpoint_every": 2, "keep_model": "on"}
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+RICH = {"recipe": "record89", "adam_accum_steps": 2}  # windows grow after steps 4 and 7
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of the runs that nothing interrupts, made once."""
+def data(tmp_path_factory):
+    """Two shards; a run passes from one to the other after step 7."""
+    return small_run.write_data(tmp_path_factory.mktemp("data"), train_documents=56)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _noise():
+    """Training draws random numbers, as dropout would."""
+    losses = train_gpt.Trainer.losses
+
+    def noisy(trainer, batch):
+        train_loss, next_token_loss = losses(trainer, batch)
+        return train_loss * (0.5 + torch.rand(())), next_token_loss
+
+    with mock.patch.object(train_gpt.Trainer, "losses", noisy):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The folder of the runs that nothing interrupts, with these settings, made once."""
 
     @cache
     def whole(**changed):
+        torch.manual_seed(0)
         folder = tmp_path_factory.mktemp("whole")
-        assert run(folder, keep_model=True, **changed) == 0
+        outcome = brief(data, folder, keep_model="on", **changed)
+        assert outcome.code == 0, outcome.err
         return folder
 
     return whole
 
 
-def stop(folder, moment, **changed):
-    """A run that SIGTERM breaks off."""
-    assert run(folder, {moment: signalled(signal.SIGTERM)}, **EVERY | changed) == 143
+def break_off(number, moment, data, folder, **changed):
+    """Runs that a signal ends at this moment, SIGKILL once what was saved is on the disk."""
+
+    def doomed():
+        return brief(data, folder, {moment: signalled(number)}, **EVERY | changed)
+
+    if number == KILL:
+        kill(doomed)
+    else:
+        assert doomed().code == 128 + number
 
 
-def resume(folder, **changed):
-    """Go on to the end."""
-    assert run(folder, **EVERY | {"resume": "auto"} | changed) == 0
+def resume(data, folder, **changed):
+    """Resume the runs to their end; returns what they print."""
+    outcome = brief(data, folder, **EVERY | {"resume": "auto"} | changed)
+    assert outcome.code == 0, outcome.err
+    return outcome.out
 
 
 def runs_in(folder):
@@ -57,19 +94,17 @@ def run_folder(folder, number=0):
     return folder / "checkpoints" / runs_in(folder)[number][0].stem
 
 
-def saved(folder):
-    return checkpoints(run_folder(folder))
-
-
 def assert_same(folder, reference):
-    """Losses of all steps of all runs, and the models that they end with, to the bit."""
+    """All losses and final models, and all that the last run could resume from, to the bit."""
     ours, theirs = runs_in(folder), runs_in(reference)
     assert len(ours) == len(theirs)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert losses_of(*mine) == losses_of(*other)
-        assert len(losses_of(*mine)[0]) == STEPS
+        assert len(losses_of(*mine)[0]) == small_run.BRIEF_STEPS
         finals = [run_folder(each, number) / FINAL for each in (folder, reference)]
         assert same_bits(*(load_final(final)[0] for final in finals))
+    kept = [torch.load(each / "checkpoints" / "last_state.pt") for each in (folder, reference)]
+    assert same_bits(*kept)
 
 
 def resumed(folder):
@@ -79,15 +114,52 @@ def resumed(folder):
 # ---- The same run
 
 
+@pytest.mark.parametrize(("number", "moment", "changed"), [
+    (KILL, 1, RICH),  # before the first checkpoint
+    (TERM, 3, RICH | {"checkpoint_every": 0}),  # where the window grows, and gradients are pending
+    (signal.SIGINT, 7, RICH),  # where the shard ends
+    (KILL, 8, {"recipe": "adamw", "checkpoint_every": 3}),
+    (TERM, 7, RICH | {"dtype": "bfloat16", "biases": "on"}),
+    (KILL, 7, RICH | {"micro_batch": 8, "adam_accum_steps": 3}),
+    (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
+    (KILL, 7, {"recipe": "adamw", "optimizer": "torch_adamw", "matrix_lr": 0.002}),
+    (KILL, 9, RICH | {"stages": "growing", "bigram_rows": 2, "xsa": "on"}),
+    pytest.param(TERM, 5, {"recipe": "adamw", "compile": "on"}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_a_run_that_broke_off_resumes_to_the_bit(
+    number, moment, changed, data, whole, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    settings = {name: value for name, value in changed.items() if name != "checkpoint_every"}
+    break_off(number, moment, data, tmp_path, **changed)
+    torch.manual_seed(0 if moment == 1 else 99)  # what is saved, is restored
+    resume(data, tmp_path, **changed)
+    assert_same(tmp_path, whole(**settings))
+    (event,) = resumed(tmp_path)
+    assert event["from_step"] % changed.get("adam_accum_steps", 1) == 0
+    if number != KILL:  # no step is done twice
+        assert event["from_step"] >= moment
+
+
+def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr("runtime.checkpoint.save", lambda folder, snapshot, announce: taken.append(
+        (snapshot, deepcopy(snapshot))))  # fmt: skip
+    brief(data, tmp_path, checkpoint_every=2, **RICH)
+    assert len(taken) > 1
+    for snapshot, copied in taken:
+        assert same_bits(snapshot._asdict(), copied._asdict())
+    assert not same_bits(taken[0][0].optim, taken[1][0].optim), "else there would be nothing to see"
+
+
 @pytest.fixture(scope="module")
-def much_interrupted(tmp_path_factory):
+def much_interrupted(data, tmp_path_factory):
     """Broken off five times: killed before and after checkpoints, stopped, in its validations."""
-    folder = tmp_path_factory.mktemp("much")
-    changed = {"checkpoint_every": 3, "keep_model": True}
-    kill(folder, 2, **changed)
-    for how, moment in ((stop, 2), (kill, 6), (stop, 7), (kill, "validate 10")):
-        how(folder, moment, resume="auto", **changed)
-    resume(folder, **changed)
+    folder, changed = tmp_path_factory.mktemp("much"), {"checkpoint_every": 3}
+    break_off(KILL, 1, data, folder, **changed)
+    for number, moment in ((TERM, 1), (KILL, 5), (TERM, 6), (KILL, "validate 10")):
+        break_off(number, moment, data, folder, resume="auto", **changed)
+    resume(data, folder, **changed)
     return folder
 
 
@@ -96,9 +168,6 @@ def test_a_run_that_broke_off_many_times_is_the_run(much_interrupted, whole):
     assert [event["from_step"] for event in resumed(much_interrupted)] == [0, 2, 3, 7, 9]
     headers = [read_events(path)[0] for path in logs_of(much_interrupted)]
     assert [header.get("segment") for header in headers] == [None, 2, 3, 4, 5, 6]
-
-
-def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
     entries = read_registry(much_interrupted / REGISTRY)
     words = [entry["event"] + entry.get("status", "") for entry in entries]
     assert words == ["start", "resume", "endinterrupted", "resume", "resume", "endinterrupted",
@@ -106,89 +175,70 @@ def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
     assert len({entry["run_id"] for entry in entries}) == 1
 
 
-def test_times_never_fall_through_all_segments(much_interrupted):
+def test_times_never_fall_and_lost_steps_stay_on_the_clock(much_interrupted):
     events = read_events(*logs_of(much_interrupted))
     for name in ("t_ms", "train_time_ms"):
         times = [event[name] for event in events if name in event]
         assert times == sorted(times), name
-
-
-def test_lost_steps_stay_on_the_clock_and_timed_phases_sum_up(much_interrupted):
-    """What stands of a segment is what comes before the first step that a later one redoes."""
-    standing, shown, lost = [], 0.0, []
-    for path in logs_of(much_interrupted):
-        header, *events = read_events(path)
-        after = header.get("after_step", 0)
-        for place, event in enumerate(standing):
-            if event["event"] in ("step", "val") and event["step"] > after:
-                standing = standing[:place]
-                break
-        if path.suffixes[0] != ".jsonl":
-            charged = sum(event["ms"] for event in standing if event.get("timed"))
-            lost.append(next(event["ms"] for event in events if event.get("name") == "lost"))
-            assert charged + lost[-1] == pytest.approx(shown, abs=1.0)
-        standing += events
-        shown = max([shown, *(event.get("train_time_ms", 0.0) for event in events)])
+    lost = [event["ms"] for event in events if event.get("name") == "lost"]
     assert [ms > 0.05 for ms in lost] == [True, False, True, False, True]
-    charged = sum(event["ms"] for event in standing if event.get("timed"))
-    assert charged == pytest.approx(standing[-1]["train_time_ms"], abs=5.0)
+    (run,) = read_runs(logs_of(much_interrupted)[0])  # without the steps that were done again
+    charged = sum(phase.ms for phase in run.phases if phase.timed)
+    assert charged == pytest.approx(run.train_time_ms, abs=1.0)
 
 
 @pytest.mark.parametrize("moment", [
     "runtime.log.append", "runtime.log.register", "runtime.checkpoint.remove",
 ])  # fmt: skip
-def test_a_kill_in_the_middle_of_writing_is_survived(moment, whole, tmp_path):
+def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, whole, tmp_path):
     """At the third call, in the second run or the second checkpoint."""
     calls, real = count(1), resolve_name(moment)
 
     def die_at_the_third(*arguments, **named):
         if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), KILL)
         return real(*arguments, **named)
 
     with mock.patch(moment, die_at_the_third):
-        assert in_child(lambda: run(tmp_path, **EVERY, trials=2)) == -signal.SIGKILL
-    resume(tmp_path, trials=2)
+        kill(lambda: brief(data, tmp_path, **EVERY, trials=2))
+    resume(data, tmp_path, trials=2)
     assert_same(tmp_path, whole(trials=2))
 
 
-# ---- Trials
+# ---- Which runs are resumed
 
 
-def test_auto_skips_what_is_done_and_goes_on_with_what_broke_off(whole, tmp_path, capsys):
-    three = {"trials": 3}
+def test_auto_skips_what_is_done_and_resumes_what_broke_off(data, whole, tmp_path):
+    def die_in_the_second(run):
+        if run.plan.seed == 1:
+            signalled(KILL)(run)
 
-    def die(trainer, step):
-        if trainer.run.plan.seed == 1:
-            stub_trainer.send(trainer.run, signal.SIGKILL)
-        trainer.at[7] = die
-
-    assert in_child(lambda: run(tmp_path, {7: die}, **EVERY | three)) == -signal.SIGKILL
+    kill(lambda: brief(data, tmp_path, {6: die_in_the_second}, **EVERY, trials=3))
     done = runs_in(tmp_path)[0][0].read_bytes()
-    resume(tmp_path, **three)
-    assert "seed 0 is done" in capsys.readouterr().out
+    assert "seed 0 is done" in resume(data, tmp_path, trials=3)
     assert runs_in(tmp_path)[0][0].read_bytes() == done
     assert [len(paths) for paths in runs_in(tmp_path)] == [1, 2, 1]
-    assert_same(tmp_path, whole(**three))
+    assert_same(tmp_path, whole(trials=3))
     before = {path: path.read_bytes() for path in logs_of(tmp_path)}
-    resume(tmp_path, **three)
+    resume(data, tmp_path, trials=3)
     assert {path: path.read_bytes() for path in logs_of(tmp_path)} == before
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"adam_lr": 0.2}, "--adam-lr 0.1 -> 0.2"), ({"text": "# another source"}, "source_sha256 "),
+@pytest.mark.parametrize(("what", "said"), [
+    ("setting", "--adam-lr 0.014 -> 0.2"), ("source", "source_sha256 "), ("done", ""),
 ])  # fmt: skip
-@pytest.mark.parametrize("done", [False, True])
 def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(
-    done, changed, said, tmp_path, capsys
+    what, said, data, tmp_path, monkeypatch
 ):
-    if done:
-        assert run(tmp_path, **EVERY) == 0
+    if what == "done":
+        assert brief(data, tmp_path, **EVERY).code == 0
     else:
-        stop(tmp_path, 3)
-    resume(tmp_path, **changed)
-    out = capsys.readouterr().out
-    assert (f"is unfinished, but it differs: {said}" in out) == (not done)
+        break_off(TERM, 2, data, tmp_path)
+    if what == "source":
+        (tmp_path / "train_gpt.py").write_text("# another source")
+        monkeypatch.setattr(train_gpt, "SOURCE", tmp_path)
+    out = resume(data, tmp_path, **{} if what == "source" else {"adam_lr": 0.2})
+    assert (f"is unfinished, but it differs: {said}" in out) == (what != "done")
     assert len(logs_of(tmp_path)) == 2
     assert resumed(tmp_path) == []
 
@@ -197,73 +247,71 @@ def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(
 
 
 @pytest.fixture
-def broken(tmp_path):
+def broken(data, tmp_path):
     """The folder of the checkpoints of a run that broke off after step 3."""
-    stop(tmp_path / "logs", 3)
+    break_off(TERM, 2, data, tmp_path / "logs")
     return run_folder(tmp_path / "logs")
 
 
-def test_a_checkpoint_with_other_weights_and_their_checksums_is_refused(tmp_path):
-    stop(tmp_path, 5, checkpoint_every=0)
-    (path,) = saved(tmp_path)
-    model, optim, state = load(path)
-    save(path.parent, Snapshot({name: weight + 1 for name, weight in model.items()}, optim, state))
-    with pytest.raises(Refused, match="has no such checkpoint"):
-        resume(tmp_path, checkpoint_every=0)
-
-
-def refused(broken, **changed):
+def refusal(data, broken, **changed):
     """What is said of a resume that is refused and leaves all files as they were."""
     logs = broken.parents[1]
     before = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
-    with pytest.raises(Refused) as raised:
-        run(logs, **EVERY | {"resume": "auto"} | changed)
+    outcome = brief(data, logs, **EVERY | {"resume": "auto"} | changed)
+    assert outcome.code == 2
     after = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after.get(path)} == set()
-    return str(raised.value)
+    return outcome.err
 
 
-def test_a_run_without_a_whole_checkpoint_or_its_folder_is_refused(broken, tmp_path):
+def test_a_checkpoint_with_other_weights_and_their_checksums_is_refused(data, tmp_path):
+    break_off(TERM, 4, data, tmp_path, checkpoint_every=0)
+    (path,) = checkpoints(run_folder(tmp_path))
+    model, optim, state = load(path)
+    save(path.parent, Snapshot({name: weight + 1 for name, weight in model.items()}, optim, state))
+    assert "has no such checkpoint" in refusal(data, path.parent, checkpoint_every=0)
+
+
+def test_a_run_without_a_whole_checkpoint_or_its_folder_is_refused(data, broken, tmp_path):
     other = str(tmp_path / "other")
-    assert f"saved in {broken.parent}" in refused(broken, checkpoint_dir=other)
+    assert f"saved in {broken.parent}" in refusal(data, broken, checkpoint_dir=other)
     for path in checkpoints(broken):
         (path / STATE).unlink()
-    assert "no usable checkpoint" in refused(broken)
+    assert "no usable checkpoint" in refusal(data, broken)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(broken, whole, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(data, broken, whole):
     before, newest = checkpoints(broken)
     content = bytearray((newest / MODEL).read_bytes())
     content[-1] ^= 1
     (newest / MODEL).write_bytes(content)
-    resume(broken.parents[1])
-    assert f"warning: {newest / MODEL} has SHA-256" in capsys.readouterr().out
+    assert f"warning: {newest / MODEL} has SHA-256" in resume(data, broken.parents[1])
     assert resumed(broken.parents[1])[0]["checkpoint"] == before.name
     assert_same(broken.parents[1], whole())
 
 
-def test_a_log_that_was_changed_after_its_process_ended_is_refused(broken):
+def test_a_log_that_was_changed_after_its_process_ended_is_refused(data, broken):
     (log,) = logs_of(broken.parents[1])
     content = log.read_bytes()
-    assert content.count(b'"train_loss": 1.') == 1
-    log.write_bytes(content.replace(b'"train_loss": 1.', b'"train_loss": 0.'))
-    assert f"{log} was changed after its process ended" in refused(broken)
+    log.write_bytes(content.replace(b'"train_loss": 4.', b'"train_loss": 3.', 1))
+    assert log.read_bytes() != content
+    assert f"{log} was changed after its process ended" in refusal(data, broken)
 
 
 def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
-    whole, tmp_path, monkeypatch
+    data, whole, tmp_path, monkeypatch
 ):
-    def fill(trainer, step):
+    def fill(run):
         def full(descriptor, lines, sync=False):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        stub_trainer.wait_for_writer(trainer, step)
+        small_run.wait_for_writer(run)
         monkeypatch.setattr("runtime.log.append", full)
 
-    with pytest.raises(LogError, match="its last lines are lost"):
-        run(tmp_path, {6: fill}, **EVERY)
+    outcome = brief(data, tmp_path, {5: fill}, **EVERY)
+    assert (outcome.code, "its last lines are lost" in outcome.err) == (2, True)
     monkeypatch.undo()
-    resume(tmp_path)
+    resume(data, tmp_path)
     (event,) = resumed(tmp_path)
     assert event["from_step"] == 4, "the last checkpoint that the log names"
     assert_same(tmp_path, whole())

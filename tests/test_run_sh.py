@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from small_run import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
 TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -86,16 +86,14 @@ def clone(fresh: Clone) -> Clone:
 # ---- What is started
 
 
-def test_a_fresh_clone_makes_its_environment_once_and_trains_tiny(fresh):
+def test_a_fresh_clone_makes_its_environment_once_and_trains_tiny_unless_told_another_track(fresh):
     assert fresh.run("--steps", "5").returncode == 0
     *before, train = fresh.argv()
     assert [argv[1] for argv in before] == ["venv", "pip"]
     assert train == ["train_gpt.py", "--track", "tiny", "--steps", "5"]
-    assert fresh.run("--track=tiny").returncode == 0
-    assert fresh.argv() == [["train_gpt.py", "--track=tiny"]]
-    assert fresh.run("--track=small", FAKE_TRAINER_STATUS="3").returncode == 3
-    assert fresh.run("--track", "small").returncode == 0
-    assert fresh.argv() == [["train_gpt.py", "--track=small"], ["train_gpt.py", "--track", "small"]]
+    for words in (["--track=small"], ["--track", "small"]):
+        assert fresh.run(*words, FAKE_TRAINER_STATUS="3").returncode == 3
+        assert fresh.argv() == [["train_gpt.py", *words]]
 
 
 @pytest.mark.parametrize(("words", "variables", "processes"), [
@@ -174,41 +172,45 @@ def test_data_of_ones_own_help_and_dry_runs_fetch_nothing(fresh, words, gpus):
     assert fresh.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
-@pytest.mark.parametrize(("words", "shards"), [
-    ("--track short", 9), ("--track tiny --track=steps", 18),
-    ("--track short --device cpu", 9),
+def fetched(clone: Clone) -> list[str]:
+    """The shards that the download was asked for."""
+    words = clone.argv()[0]
+    assert re.fullmatch("[0-9a-f]{40}", words[words.index("--revision") + 1])
+    return [word for word in words if word.endswith(".bin")]
+
+
+@pytest.mark.parametrize(("words", "gpus", "shards"), [
+    ("--track short", "1", 9), ("--track tiny --track=steps", "1", 18),
+    ("--track short --device cpu", "0", 9),
 ])  # fmt: skip
 def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
-    clone, words, shards
+    clone, words, gpus, shards
 ):
-    gpus = "0" if "cpu" in words else "1"
     done = clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1", FAKE_GPUS=gpus)
-    assert done.returncode == 2
-    assert "HF_ENDPOINT a mirror" in done.stderr
-    (words_of_hf,) = clone.argv()  # and train nothing
-    assert re.fullmatch("[0-9a-f]{40}", words_of_hf[words_of_hf.index("--revision") + 1])
-    names = [f"fineweb_train_{shard:06d}.bin" for shard in range(1, shards + 1)]
-    assert [word for word in words_of_hf if word.endswith(".bin")] == [
-        "fineweb_val_000000.bin", *names]  # fmt: skip
+    assert (done.returncode, "HF_ENDPOINT a mirror" in done.stderr) == (2, True)
+    training = [f"fineweb_train_{shard:06d}.bin" for shard in range(1, shards + 1)]
+    names = ["fineweb_val_000000.bin", *training]
+    assert fetched(clone) == names
     folder = clone.root / "data/fineweb10B"
     folder.mkdir(parents=True)
-    for name in ["fineweb_val_000000.bin", *names, "fineweb_train_000099.bin"]:
+    for name in [*names, "fineweb_train_000099.bin"]:
         (folder / name).write_text("tokens")
-    (folder / names[3]).write_text("")  # cut when the disk was full
-    (folder / names[5]).unlink()  # though others make up the number
+    (folder / names[4]).write_text("")  # cut when the disk was full
+    (folder / names[6]).unlink()  # though others make up the number
     clone.run(*words.split(), FAKE_GPUS=gpus)
-    words_of_hf, _ = clone.argv()
-    assert [word for word in words_of_hf if word.endswith(".bin")] == [names[3], names[5]]
-    for number in (3, 5):
+    assert fetched(clone) == [names[4], names[6]]
+    for number in (4, 6):
         (folder / names[number]).write_text("tokens")
     clone.run(*words.split(), FAKE_GPUS=gpus)
     assert clone.jobs() == ["train_gpt.py"]
 
 
-@pytest.mark.parametrize("words", [(), ("--device", "cuda"), ("--device=auto",), ("--dry-run",)])
-@pytest.mark.parametrize("track", ["short", "steps"])
-def test_a_track_for_gpus_is_refused_without_one_before_anything_is_fetched(clone, track, words):
-    done = clone.run("--track", track, *words, FAKE_GPUS="0")
+@pytest.mark.parametrize("words", [
+    "--track steps", "--track short --device cuda", "--track short --device=auto",
+    "--track steps --dry-run",
+])  # fmt: skip
+def test_a_track_for_gpus_is_refused_without_one_before_anything_is_fetched(clone, words):
+    done = clone.run(*words.split(), FAKE_GPUS="0")
     assert (done.returncode, clone.argv()) == (2, [])
     assert "torch finds none here: nothing was fetched" in done.stderr
     assert ("--dry-run --device cpu" in done.stderr) == ("--dry-run" in words)

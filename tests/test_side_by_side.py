@@ -16,10 +16,8 @@ SMALL = {"track": "small", "device": "auto", "compile": "auto"}
 def machine(monkeypatch):
     """Set what the machine has."""
 
-    def has(cores, memory=2**40, gpu=None, threads=None):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if threads is not None:
-            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    def has(cores, memory=2**40, gpu=None, threads=""):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
         monkeypatch.setattr(side_by_side, "cores", lambda: cores)
         monkeypatch.setattr(side_by_side, "free_memory", lambda: memory)
         monkeypatch.setattr(side_by_side, "gpu_memory", lambda: gpu)
@@ -30,7 +28,6 @@ def machine(monkeypatch):
 
 @pytest.mark.parametrize(("has", "expected"), [
     ({"cores": 1}, Sharing(1, 1)),
-    ({"cores": 2}, Sharing(2, 1)),
     ({"cores": 8}, Sharing(8, 1)),
     ({"cores": 17}, Sharing(8, 2)),
     ({"cores": 8, "memory": 3 * RUN_BYTES + 1}, Sharing(3, 1)),
@@ -43,14 +40,16 @@ def test_runs_share_cores_and_memory_and_the_users_number_of_threads_stays(machi
     assert share([SMALL, SMALL]) == expected
 
 
-def test_large_runs_and_runs_that_compile_on_a_gpu_go_one_by_one(machine):
-    machine(cores=16)
-    assert share([SMALL, {"track": "short"}]) == ONE_BY_ONE
-    assert share([SMALL | {"device": "mps"}]) == ONE_BY_ONE
-    machine(cores=16, gpu=3 * RUN_BYTES)
-    assert share([SMALL]) == ONE_BY_ONE
-    assert share([SMALL | {"compile": "off"}]).at_once == 3
-    assert share([SMALL | {"device": "cpu"}]).at_once == 8
+@pytest.mark.parametrize(("gpu", "changed", "expected"), [
+    (None, {"track": "short"}, ONE_BY_ONE),
+    (None, {"device": "mps"}, ONE_BY_ONE),
+    (3 * RUN_BYTES, {}, ONE_BY_ONE),  # each would compile
+    (3 * RUN_BYTES, {"compile": "off"}, Sharing(3, 2)),
+    (3 * RUN_BYTES, {"device": "cpu"}, Sharing(8, 2)),
+])  # fmt: skip
+def test_large_runs_and_runs_that_compile_on_a_gpu_go_one_by_one(machine, gpu, changed, expected):
+    machine(cores=16, gpu=gpu)
+    assert share([SMALL, SMALL | changed] if gpu is None else [SMALL | changed]) == expected
 
 
 def sleeper(tmp_path, seconds, code=0):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import ROOT, find_logs, read_events, write_data
+from small_run import ROOT, logs_of, read_events, write_data
 
 from claims.record import pack, read_source, unpack, write_source
 from runtime.errors import Refused
@@ -82,7 +82,7 @@ def test_a_stored_source_still_trains_a_step(sha256, tmp_path):
     command = [sys.executable, tmp_path / "source" / "train_gpt.py", *claim["flags"], *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
-    (log,) = find_logs(tmp_path / "logs")
+    (log,) = logs_of(tmp_path / "logs")
     events = read_events(log)
     assert events[0]["source_sha256"] == sha256
     assert (events[-1]["status"], events[-1]["steps"]) == ("done", 1)

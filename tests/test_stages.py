@@ -6,8 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from small_run import STEPS, TIED, UNTIED, run
-from stub_trainer import logs_of, losses_of
+from small_run import STEPS, TIED, UNTIED, logs_of, losses_of, run
 
 import train_gpt
 from data.shards import write_shard

@@ -13,8 +13,19 @@ import pytest
 import small_run
 import torch
 from small_ranks import Scenario, play, record
-from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, find_logs, run, write_data
-from stub_trainer import logs_of, losses_of, read_events, signal_after
+from small_run import (
+    ROOT,
+    ROUNDING,
+    ROWS,
+    SEQUENCE,
+    STEPS,
+    arguments,
+    logs_of,
+    losses_of,
+    read_events,
+    run,
+    write_data,
+)
 
 import train_gpt
 from claims.logs import read_runs
@@ -70,7 +81,7 @@ def be_a_rank(folder, begin):
     os.environ["LOCAL_RANK"] = str(rank)
     words = arguments(folder / "data", rank_folder(folder / begin.folder, rank), **begin.changed)
     stopped, step, number = begin.stop
-    breaking_off = signal_after(step if rank == stopped else None, number)
+    breaking_off = small_run.acting({step: small_run.signalled(number)} if rank == stopped else {})
     torch.manual_seed(begin.seeds + rank)
     with small_run.two_layers(), small_run.quick_collection(), small_run.kept_state(), breaking_off:
         return train_gpt.main(words)
@@ -119,7 +130,7 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     ranks, changed = RUNS[name]
     assert codes(left, name) == [0] * ranks, left[f"{name}, 0"]
     assert not rank_folder(folder / name, 1).exists(), "only the first rank needs folders"
-    (log,) = find_logs(folder / name)  # one log, whatever the number of processes
+    (log,) = logs_of(folder / name)  # one log, whatever the number of processes
     header, *events = read_events(log)
     tokens = changed.get("batch_tokens", ROWS * SEQUENCE)
     shape = (header["world_size"], header["micro_batch"] * header["grad_accum"])
@@ -156,7 +167,7 @@ def test_torchrun_starts_ranks_that_share_a_run_and_end_in_order_when_it_is_ende
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=300)
     assert process.returncode != 0
-    (log,) = find_logs(tmp_path / "logs")
+    (log,) = logs_of(tmp_path / "logs")
     assert read_events(log)[0]["world_size"] == 2
     assert read_runs(log)[0].unfinished == "ended with status interrupted"
     registered = [line["event"] for line in read_events(log.with_name("registry.jsonl"))]

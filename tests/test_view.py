@@ -36,12 +36,14 @@ def log_lines(
     and its norm has no part of Adam's.
     """
     settings = {"recipe": "record89", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
+    loss = 3.1 + seed / 10
+    vals = (vals or {}) | ({steps: loss} if done is None else {})
     yield {
         "event": "header", "t_ms": 0, "schema": 3, "run_id": f"run_{seed}", "track": track,
         "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
         "config_sha256": str(sorted(config.items())), "config": settings,
     }  # fmt: skip
-    for step in range(1, (steps if done is None else done) + 1):
+    for step in range(1, (done or steps) + 1):
         adam = step % adam_every == 0
         yield {
             "event": "step", "t_ms": 10 * step, "step": step, "tokens": 100 * step,
@@ -51,19 +53,16 @@ def log_lines(
             "grad_norms": {"matrix": 0.5, "adam": float(adam)},
             "window": 128 if step < 20 else 256, "skipped": step in skip,
         }  # fmt: skip
-        if step in (vals or {}):
+        if step in vals:
             yield {"event": "val", "t_ms": 10 * step, "step": step, "val_loss": vals[step],
                    "total_steps": steps, "train_time_ms": 10.0 * step}  # fmt: skip
     if done is None:
-        loss = 3.1 + seed / 10
-        yield {"event": "val", "t_ms": 1, "step": steps, "total_steps": steps, "val_loss": loss,
-               "train_time_ms": 10.0 * steps}  # fmt: skip
         yield {"event": "end", "t_ms": 1, "status": "done", "val_loss": loss,
                "probes": {"loss_on_new": loss + 0.5, "loss_held_out": loss + 0.25}}  # fmt: skip
 
 
 def write_log(folder, name="a", **run):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in log_lines(**run))
     (folder / f"{name}.jsonl").write_text(text)
     return folder / f"{name}.jsonl"
@@ -91,12 +90,19 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert (run["new_tokens"], run["held_out"]) == (3.7, 3.45)
 
 
-def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_path):
+def test_runs_of_one_source_and_configuration_are_one_group_but_not_the_arms_of_a_judgement(
+    tmp_path,
+):
     write_log(tmp_path / "logs", seed=1)
     write_log(tmp_path / "logs", "b", seed=1, matrix_lr=0.04)
     write_log(tmp_path / "other", seed=2)
     groups = [run["group"] for run in read(tmp_path / "logs", tmp_path / "other")["runs"]]
     assert groups[0] == groups[2] != groups[1]
+    for arm in "AB":
+        write_log(tmp_path / "judge" / "one" / arm)
+    runs = read(tmp_path / "judge" / "one")["runs"]
+    assert [run["arm"] for run in runs] == ["one/A", "one/B"]
+    assert runs[0]["group"] != runs[1]["group"]
 
 
 def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
@@ -124,23 +130,14 @@ def test_steps_that_adam_leaves_out_draw_no_zigzag(tmp_path, steps):
 
 
 def test_a_run_whose_log_is_open_is_live_however_long_it_is_silent(tmp_path):
-    log, written = RunLog(tmp_path, "run_0"), ("event", "t_ms", "schema", "run_id")
-    log.begin({name: next(log_lines())[name] for name in next(log_lines()) if name not in written})
+    log, header = RunLog(tmp_path, "run_0"), next(log_lines())
+    log.begin({name: header[name] for name in header.keys() - {"event", "t_ms"}})
     os.utime(log.path, (0, 0))
     store = Store(find_folders([tmp_path]))
-    (run,) = store.reply()["runs"]
-    assert store.reply()["live"] == [run["id"]]
+    reply = store.reply()
+    assert reply["live"] == reply["ids"] != []
     log.close()  # as if its process had died
     assert store.reply()["live"] == []
-
-
-def test_the_arms_of_a_judgement_are_found_below_its_folder_and_stay_apart(tmp_path):
-    for arm in "AB":
-        (tmp_path / "judge" / "one" / arm).mkdir(parents=True)
-        write_log(tmp_path / "judge" / "one" / arm)
-    runs = read(tmp_path / "judge" / "one")["runs"]
-    assert [run["arm"] for run in runs] == ["one/A", "one/B"]
-    assert runs[0]["group"] != runs[1]["group"]
 
 
 def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
@@ -164,34 +161,29 @@ def test_a_text_log_and_a_run_without_an_end_are_shown(tmp_path):
     assert (text_log["status"], text_log["loss"], text_log["curve"]["loss"]) == ("done", 4.5, [])
 
 
-def test_only_logs_that_changed_are_read_again(tmp_path, monkeypatch):
+def test_only_logs_that_changed_are_read_again_and_no_reply_waits_until_all_are(
+    tmp_path, monkeypatch
+):
     write_log(tmp_path, "a")
     log = write_log(tmp_path, "b", seed=1, done=5)
-    store = Store(find_folders([tmp_path]))
-    first = store.reply()
-    parsed = []
-    original = view_runs.read_runs
-    monkeypatch.setattr(
-        view_runs, "read_runs", lambda path, **how: parsed.append(path) or original(path, **how)
-    )
-    assert store.reply(first["version"])["runs"] == []
-    assert parsed == []
-    write_log(tmp_path, "b", seed=1, done=9)
-    reply = store.reply(first["version"])
-    assert [run["done"] for run in reply["runs"]] == [9]
-    assert parsed == [log]
-    log.unlink()
-    assert len(store.reply(reply["version"])["ids"]) == 1
+    store, parsed, read_runs = Store(find_folders([tmp_path])), [], view_runs.read_runs
 
+    def note(path):
+        parsed.append(path)
+        return read_runs(path)
 
-def test_a_reply_does_not_wait_until_all_is_read(tmp_path):
-    write_log(tmp_path, "a")
-    write_log(tmp_path, "b", seed=1)
-    store = Store(find_folders([tmp_path]))
+    monkeypatch.setattr(view_runs, "read_runs", note)
     assert store.reply(seconds=-1)["more"]
     reply = store.reply()
-    assert not reply["more"]
-    assert len(reply["runs"]) == 2
+    assert (reply["more"], len(reply["runs"]), len(parsed)) == (False, 2, 2)
+    assert store.reply(reply["version"])["runs"] == []
+    assert len(parsed) == 2
+    write_log(tmp_path, "b", seed=1, done=9)
+    reply = store.reply(reply["version"])
+    assert [run["done"] for run in reply["runs"]] == [9]
+    assert parsed[2:] == [log]
+    log.unlink()
+    assert len(store.reply(reply["version"])["ids"]) == 1
 
 
 def test_what_is_no_log_or_a_link_is_named_and_not_read_and_the_others_are_shown(tmp_path):
@@ -219,25 +211,21 @@ def test_any_value_in_a_header_can_be_sent(tmp_path, value):
 # ---- Command
 
 
-def run_command(*words):
-    return main([str(word) for word in words])
-
-
 def test_a_folder_that_does_not_exist_or_is_empty_is_refused(tmp_path, capsys):
-    assert run_command(tmp_path / "nowhere") == 2
+    assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
-    assert run_command(tmp_path, "--out", tmp_path / "x.html") == 2
+    assert main([str(tmp_path), "--out", str(tmp_path / "x.html")]) == 2
     assert "error: no run log" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
 
 
 def test_a_page_that_is_written_asks_nothing_of_the_network_and_no_data_end_its_script(tmp_path):
     write_log(tmp_path / "logs", recipe=HOSTILE)
-    assert run_command(tmp_path / "logs", "--out", tmp_path / "page.html") == 0
+    assert main([str(tmp_path / "logs"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert set(re.findall(r"https?://[^\s'\")]+", page)) == {
         "https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}  # fmt: skip
-    assert "<link rel=\"icon\" href=\"data:" in page
+    assert '<link rel="icon" href="data:' in page
     assert HOSTILE not in page
     assert page.count("</script>") == build_page().count("</script>")
 
@@ -273,15 +261,15 @@ def test_the_server_gives_the_page_and_its_runs_and_takes_no_port_of_another(ser
         Server(server.store, server.server_port)
 
 
-def test_the_server_knows_no_paths_and_only_reads(served):
-    port = served[1].server_port
-    for path in (
+@pytest.mark.parametrize(("status", "asked"), [
+    (404, [("GET", path) for path in (
         "/a.jsonl", "/../a.jsonl", "/etc/passwd", "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd",
-        "/runs?since=-1", "/runs?since=x", "/compare", "/compare?a=x&b=y",
-    ):  # fmt: skip
-        assert ask(port, path)[0].status == 404, path
-    for method in ("HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert ask(port, "/", method)[0].status == 501
+        "/runs?since=-1", "/runs?since=x", "/compare", "/compare?a=x&b=y")]),
+    (501, [(method, "/") for method in ("HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")]),
+], ids=["knows no paths", "only reads"])  # fmt: skip
+def test_the_server(status, asked, served):
+    for method, path in asked:
+        assert ask(served[1].server_port, path, method)[0].status == status, path
 
 
 def test_a_web_page_of_another_name_cannot_ask_the_server(served):
@@ -289,10 +277,10 @@ def test_a_web_page_of_another_name_cannot_ask_the_server(served):
     assert address == "127.0.0.1"
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", ""):
         assert ask(port, "/runs", Host=host)[0].status == 403
-    assert ask(port, "/runs", Host=f"localhost:{port}")[0].status == 200
-    headers = ask(port, "/runs")[0].headers
-    assert "Access-Control-Allow-Origin" not in headers
-    assert headers["X-Content-Type-Options"] == "nosniff"
+    reply, _ = ask(port, "/runs", Host=f"localhost:{port}")
+    assert reply.status == 200
+    assert "Access-Control-Allow-Origin" not in reply.headers
+    assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
 def test_the_command_serves_through_clients_that_leave_in_mid_reply_until_interrupted(tmp_path):
@@ -352,7 +340,7 @@ def opened(served, page):
     return folder, page
 
 
-def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_when_reloaded_or_narrow(opened):
+def test_it_draws_charts_over_each_axis_and_stays_so_when_reloaded_or_on_a_phone(opened):
     _, page = opened
     assert page.evaluate("document.getElementById('live').textContent") == "live"
     for chart in ("loss", "norm", "lr", "window", "speed"):
@@ -366,7 +354,13 @@ def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_when_reloaded
     page.wait("charts.loss && charts.loss.plot.data[0].at(-1) === 4000")
     page.show(390, 844)
     page.wait("charts.loss.plot.width < 390")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390, "only the table scrolls"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    row = "[...document.querySelectorAll('#rows tr:last-child td')].filter(cell => cell.innerText)"
+    right = page.evaluate(f"{row}.map(cell => Math.round(cell.getBoundingClientRect().right))")
+    assert [edge <= 390 for edge in right if edge] == [True] * 3
+    visible = f"{row}.filter(cell => getComputedStyle(cell).display !== 'none')"
+    shown = page.evaluate(f"{visible}.map(cell => cell.innerText.trim())")
+    assert shown == ["run_0", "3.1000", "reached"]
     page.click("#axis [data-value=seconds]")
     page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
@@ -497,19 +491,6 @@ def test_one_track_is_drawn_at_a_time_with_its_target_and_the_live_one_comes_fir
         assert cells(page, "#track [aria-pressed=true]") == ["tiny"]
         page.click("#track button:first-child")
     page.wait(f"{TEXT}.includes('1 stopped')")
-
-
-def test_a_phone_shows_the_loss_and_the_status_of_each_run(opened):
-    _, page = opened
-    page.show(390, 844)
-    page.wait("charts.loss.plot.width < 390")
-    right = "cell => cell.innerText && Math.round(cell.getBoundingClientRect().right)"
-    edges = page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')].map({right})")
-    assert [edge <= 390 for edge in edges if edge] == [True] * 3
-    shown = "getComputedStyle(cell).display !== 'none'"
-    assert page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')]"
-                         f".filter(cell => {shown}).map(cell => cell.innerText.trim())"
-                         ) == ["run_0", "3.1000", "reached"]  # fmt: skip
 
 
 def test_validation_stands_out_from_training_and_the_target_says_of_what(opened):
