@@ -17,6 +17,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+if __name__ == "__main__":
+    from runtime.packages import find_packages
+
+    sys.excepthook = find_packages  # a shell without .venv has no numpy
+
 from data.shards import Tokens, write_shards
 from data.tokenizers import TOKENIZERS, encode, read_tokenizer, split_documents
 

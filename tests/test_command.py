@@ -20,29 +20,30 @@ def clone(tmp_path: Path) -> Path:
     return shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
 
 
-def run_bare(script: Path, *words: str) -> subprocess.CompletedProcess:
-    """Start a script in a Python that has only the standard library."""
-    command = [sys.executable, "-S", str(script), *words]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+def run_bare(clone: Path, *words: str) -> subprocess.CompletedProcess:
+    """Start a program in a Python that has only the standard library."""
+    command = [sys.executable, "-S", *words]
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True)
 
 
-def test_a_script_that_lacks_a_package_starts_again_with_the_environment_of_run_sh(clone):
+@pytest.mark.parametrize("program", ["scripts/significance.py", "-m data.own", "train_gpt.py"])
+def test_a_program_that_lacks_a_package_starts_again_with_the_environment_of_run_sh(clone, program):
     python = clone / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "environment: $@"\n')
     python.chmod(0o755)
-    script = clone / "scripts" / "significance.py"
-    done = run_bare(script, "a folder", "--json")
+    done = run_bare(clone, *program.split(), "a folder", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"environment: {script} a folder --json\n"
+    assert done.stdout == f"environment: {program} a folder --json\n"
 
 
-def test_without_an_environment_every_script_says_in_one_line_what_to_do(clone):
-    programs = [path for path in clone.glob("scripts/*.py") if "__main__" in path.read_text()]
-    assert len(programs) >= 8
-    for script in programs:
-        done = run_bare(script, "logs", "--to", "model")
-        assert done.returncode == 2, script
+def test_without_an_environment_every_program_says_in_one_line_what_to_do(clone):
+    scripts = [path for path in clone.glob("scripts/*.py") if "__main__" in path.read_text()]
+    assert len(scripts) >= 8
+    modules = [["-m", "data.own"], ["-m", "data.prose"]]
+    for program in (*([str(path)] for path in scripts), *modules, ["train_gpt.py"]):
+        done = run_bare(clone, *program, "logs", "--to", "model")
+        assert done.returncode == 2, program
         assert re.fullmatch("error: .*, which makes .venv, .*\n", done.stderr), done.stderr
 
 
@@ -61,13 +62,3 @@ def test_a_closed_output_changes_no_exit_code(words, code, closed):
     words = f"{sys.executable} {words} {closed}"
     done = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True)
     assert (done.returncode, b"Traceback" in done.stderr) == (code, False)
-
-
-def test_a_python_without_torch_is_told_what_to_do(tmp_path):
-    for name in ("train_gpt.py", "runtime/__init__.py", "runtime/openmp.py", "runtime/packages.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    words = [sys.executable, "-S", tmp_path / "train_gpt.py", "--help"]  # -S: no packages
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: .* has no \w+: run \./run\.sh once, .*\n", done.stderr)
