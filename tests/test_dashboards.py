@@ -74,7 +74,7 @@ class Writer:
 
 
 def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
     writer = ModuleType("torch.utils.tensorboard")
     writer.SummaryWriter = Writer
@@ -93,6 +93,8 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
     assert max(first["train_loss"]) > 4, "it has steps that are done again"
     assert purged == 5
     assert [*second["train_loss"]] == [*range(5, STEPS + 1)]
+    folder = tmp_path / "tensorboard"
+    assert f" -m tensorboard.main --logdir {folder}\n" in capsys.readouterr().out
 
 
 def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monkeypatch, capsys):
