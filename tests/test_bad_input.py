@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -51,6 +52,15 @@ def assert_refused(outcome, *parts):
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
     assert_refused(run(data, tmp_path, **{flag: value}), *parts)
+
+
+def test_help_lists_the_recipes_that_each_track_accepts():
+    (setting,) = (each for each in fields(train_gpt.Config) if each.name == "recipe")
+    shown = {}
+    for part in setting.metadata["about"].split("; "):
+        tracks, recipes = part.split(": ")
+        shown |= dict.fromkeys(tracks.split(" and "), re.split(", | or ", recipes))
+    assert shown == {track: [*recipes] for track, recipes in train_gpt.RECIPES.items()}
 
 
 @pytest.mark.parametrize("words", [
