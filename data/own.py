@@ -78,11 +78,18 @@ def build(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
         raise ValueError(f"{folder} exists: give another --out, or delete it.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
     documents: dict[bytes, list[Tokens]] = {}  # the parts of each, by the hash of its text
+    texts = 0
     for text in (text for path in paths for text in read_texts(path)):
+        texts += 1
         for document in filter(str.strip, split_documents(text, LONGEST)):
             key = hashlib.sha256(document.encode(errors="replace")).digest()
             parts = split_documents(document, PART[vocab_size])
             documents[key] = [encode(part, tokenizer) for part in parts]
+    rule = f"longer ones than {LONGEST:,} characters are cut after a paragraph, line or sentence"
+    print(f"documents found: {len(documents):,}. A file is one, and so is a row of .jsonl; {rule}.")
+    if texts == 1:
+        print("hint: all of it is one text. If it holds several documents, make each a row of a")
+        print(".jsonl file: inside a file nothing separates them, not even <|endoftext|>.")
     if len(documents) < 2:
         raise ValueError(f"documents found: {len(documents)}. At least 2 are needed, one of them "
                          f"for validation: give more text.")  # fmt: skip
