@@ -185,7 +185,7 @@ def missing_jobs(
         missing = [seed for seed in seeds if seed not in done[arm.name]]
         for stretch in stretches(missing, math.ceil(len(missing) / processes)):
             first, last = stretch[0], stretch[-1]
-            console = folder / f"{arm.name}_{first}.txt"
+            console = folder / f"{arm.name}_{first}.progress"
             say(f"{arm.name}, seeds {first} to {last}: progress in {console}")
             flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
             words = training_command(arm.source, flags, folder / arm.name)

@@ -288,7 +288,7 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     trainer = project / "train_gpt.py"
     trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
     assert run("--b", "--gain 0.2") == 2
-    assert re.search(r"exit code 1 of A: .*logs/judge/002/A_\d+.txt", capsys.readouterr().err)
+    assert re.search(r"exit code 1 of A: .*logs/judge/002/A_\d+.progress", capsys.readouterr().err)
     trainer.write_text(TRAINER.replace("source_hash(Path(__file__).parent)", "'another'"))
     assert run("--b", "--gain 0.2") == 2
     assert "was changed while it was judged" in capsys.readouterr().err
