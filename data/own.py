@@ -110,7 +110,9 @@ def by_hash(parts: Iterable[Tokens]) -> dict[bytes, Tokens]:
 
 def main(argv: list[str] | None = None) -> int:
     """Build shards of the given files and folders. A failure is one sentence and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m data.own", description="Build shards.")
+    layout = argparse.RawDescriptionHelpFormatter  # keeps line breaks
+    parser = argparse.ArgumentParser("python -m data.own", description=__doc__,
+                                     formatter_class=layout)  # fmt: skip
     kinds = 'text file, folder of text, or .jsonl with a "text" in each row'
     sizes = "2048: the vocabulary of tiny and small; 50257: GPT-2's, of short and steps"
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=kinds)
@@ -122,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"own: {error}", file=sys.stderr)
         return 2
+    track = "small" if given.vocab_size == 2048 else "short"
+    print(f'to train on it: ./run.sh --track {track} --data-dir {given.out} --val-sha256 ""')
     return 0
 
 

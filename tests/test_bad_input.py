@@ -47,7 +47,7 @@ def assert_refused(outcome, *parts):
     ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
     ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
     ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
-    ("val_tokens", 2**20, ["1,048,577", "Use fewer, or add shards"]),
+    ("val_tokens", 2**20, ["1,048,577", "Lower --val-tokens, or add shards"]),
     ("steps", 1000, ["after 46 steps", "at most 46"]),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
