@@ -171,7 +171,7 @@ function options(chart) {
   for (const line of chart.lines) {
     const shared = {paths, dash: line.dash, points: {show: false}};
     line.index = series.length;
-    const pale = mixed(line.color, dark.matches ? 70 : 50);
+    const pale = mixed(line.color, dark.matches ? 60 : 50);
     series.push({...shared, stroke: line.pale ? pale : line.color,
       width: line.pale || chart.lines.length > 19 ? 1.2 : 2});
     if (!line.low) continue;
@@ -230,7 +230,7 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
     ctx.fillText(`target of validation: ${target}`, left, at(target, "y") - 5 * scale);
   }
   ctx.setLineDash([]);
-  ctx.lineWidth = 1.2 * scale;
+  ctx.lineWidth = 2 * scale;
   for (const {dots, color, dash} of chart.lines) {
     const line = new Path2D();
     for (const {x, y} of dots) line.lineTo(at(x, "x"), at(y, "y"));
