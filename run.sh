@@ -26,6 +26,10 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
         "$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
             stop "$python is not Python 3.11 or newer with venv (Debian: python3-venv); set PYTHON"
         "$python" -m venv --clear .venv || stop "cannot make $PWD/.venv"
+    elif PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS="" \
+        "$VENV_PYTHON" -m pip install --no-index -r "$1" >/dev/null 2>&1; then
+        cp "$1" ".venv/$1" # pip had nowhere to look, so all is there: say nothing
+        return
     fi
     echo "installing $1 into $PWD/.venv, a minute or more. It takes 1 GB of disk with a torch for"
     echo "CPUs and several with the one for CUDA, which PyPI has for Linux. PIP_INDEX_URL or"

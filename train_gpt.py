@@ -285,8 +285,8 @@ SOFTCAPS = {  # kind, height, width, shift
 class Config(RunSettings):
     track: str = setting("small", "tiny, small, short or steps", section="Experiment")
     recipe: str = setting(
-        "record89", "small: record89, record42, muon or adamw; tiny: the same without record42; "
-        "short: record42 or record89; steps: muon",
+        "record89", "small and tiny: record89, muon or adamw; short: record42 or record89; "
+        "steps: muon",
     )  # fmt: skip
     target: float = setting(3.36, "validation loss to reach, in nats per token")
     device: str = setting("auto", "device to compute on", one_of=machines.DEVICES)

@@ -102,7 +102,7 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict) -> str:
     if other_tokens(a.runs, b.runs):
         lines.append("  scored on other validation tokens than A: the losses do not compare")
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
-    lines.append(f"B - A {how}, with 95 % intervals:")
+    lines.append(f"B - A {how}, losses in nats, with 95 % intervals:")
     lines.append(f"  loss {in_words(found.loss, '+.5f')}, {direction(found.loss)}")
     lines += [f"  {line}" for line in describe(found)]
     if found.machines:

@@ -160,7 +160,10 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
             continue
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
-    rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
+    rule = "contiguous rows"
+    if order.bos is not None:
+        longest = order.at(step)[1]
+        rule = f"documents that begin with {order.bos}, cut after {longest:,} tokens or a row's end"
     fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
@@ -295,7 +298,7 @@ def validation_tokens(files: Files, tokens: int) -> Tokens:
     if len(stream) <= tokens:
         raise ShardError(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
-            f"{len(stream):,}. Use fewer, or add shards."
+            f"{len(stream):,}. Lower --val-tokens, or add shards."
         )
     return stream
 

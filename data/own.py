@@ -17,6 +17,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+if __name__ == "__main__":
+    from runtime.packages import find_packages
+
+    sys.excepthook = find_packages  # a shell without .venv has no numpy
+
 from data.shards import Tokens, write_shards
 from data.tokenizers import TOKENIZERS, encode, read_tokenizer, split_documents
 
@@ -73,11 +78,18 @@ def build(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
         raise ValueError(f"{folder} exists: give another --out, or delete it.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
     documents: dict[bytes, list[Tokens]] = {}  # the parts of each, by the hash of its text
+    texts = 0
     for text in (text for path in paths for text in read_texts(path)):
+        texts += 1
         for document in filter(str.strip, split_documents(text, LONGEST)):
             key = hashlib.sha256(document.encode(errors="replace")).digest()
             parts = split_documents(document, PART[vocab_size])
             documents[key] = [encode(part, tokenizer) for part in parts]
+    rule = f"longer ones than {LONGEST:,} characters are cut after a paragraph, line or sentence"
+    print(f"documents found: {len(documents):,}. A file is one, and so is a row of .jsonl; {rule}.")
+    if texts == 1:
+        print("hint: all of it is one text. If it holds several documents, make each a row of a")
+        print(".jsonl file: inside a file nothing separates them, not even <|endoftext|>.")
     if len(documents) < 2:
         raise ValueError(f"documents found: {len(documents)}. At least 2 are needed, one of them "
                          f"for validation: give more text.")  # fmt: skip
@@ -98,7 +110,9 @@ def by_hash(parts: Iterable[Tokens]) -> dict[bytes, Tokens]:
 
 def main(argv: list[str] | None = None) -> int:
     """Build shards of the given files and folders. A failure is one sentence and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python -m data.own", description="Build shards.")
+    layout = argparse.RawDescriptionHelpFormatter  # keeps line breaks
+    parser = argparse.ArgumentParser("python -m data.own", description=__doc__,
+                                     formatter_class=layout)  # fmt: skip
     kinds = 'text file, folder of text, or .jsonl with a "text" in each row'
     sizes = "2048: the vocabulary of tiny and small; 50257: GPT-2's, of short and steps"
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=kinds)
@@ -110,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"own: {error}", file=sys.stderr)
         return 2
+    track = "small" if given.vocab_size == 2048 else "short"
+    print(f'to train on it: ./run.sh --track {track} --data-dir {given.out} --val-sha256 ""')
     return 0
 
 

@@ -27,6 +27,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
+if __name__ == "__main__":
+    from runtime.packages import find_packages
+
+    sys.excepthook = find_packages  # a shell without .venv has no numpy
+
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray

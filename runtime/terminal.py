@@ -104,9 +104,10 @@ def summary(trainer: Trainer) -> str:
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
+        "time: measured below, without training" if config.dry_run else
         "time: the first steps tell how many minutes are left; --dry-run measures them beforehand",
-    ]
-    if config.keep_model:
+    ]  # fmt: skip
+    if config.keep_model and not config.dry_run:
         kept = sum(each.nbytes for each in trainer.model.parameters()) * config.trials
         lines.append(f"disk: {kept / 1e6:,.0f} MB in {config.checkpoint_dir} for the trained "
                      f"model{'s' * (config.trials > 1)}; none with --keep-model off")
@@ -143,9 +144,12 @@ def closing(trainer: Trainer, clock: Clock, losses: dict[int, float]) -> str:
 
 
 def script(name: str) -> str:
-    """The words that start a script with this Python, also where no environment is active."""
-    paths = (sys.executable, Path(__file__).resolve().parents[1] / "scripts" / name)
-    return shlex.join(str(path).removeprefix(f"{Path.cwd()}/") for path in paths)
+    return in_shell(sys.executable, Path(__file__).resolve().parents[1] / "scripts" / name)
+
+
+def in_shell(*words: object) -> str:
+    """A command with short paths. That of this Python works where no environment is active."""
+    return shlex.join(str(word).removeprefix(f"{Path.cwd()}/") for word in words)
 
 
 # ---- Dashboards
@@ -211,6 +215,10 @@ class Dashboard:
         try:
             run_id = log.name.split(".")[0]
             send, close = open_dashboard(name, log.parent, run_id, config, after_step)
+            if name == "tensorboard":  # the others print how to see the run
+                folder = log.parent / "tensorboard"
+                shown = in_shell(sys.executable, "-m", "tensorboard.main", "--logdir", folder)
+                say(f"TensorBoard's files are in {folder}; to see them: {shown}")
             for event in iter(self._events.get, None):
                 numbers = {shown: float(event[shown]) for shown in SHOWN if shown in event}
                 send(event["step"], numbers)

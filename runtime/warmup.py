@@ -80,8 +80,7 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
             if config.compile == "on":
                 raise Refused(f"--compile on: {obstacle}. Fix that, or use --compile auto.")
             machine.say(f"not compiled: {obstacle}")
-            trainer.loss = trainer.model
-            try_largest_micro_batch(trainer)
+            trainer.loss = trainer.model  # `rehearse` runs it
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -172,7 +171,7 @@ def dry_run(trainer: Trainer, clock: Clock) -> None:
         trainer.validate(trainer.config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)
     rows.append((f"{times:,} validation{'s' * (times > 1)} of {ms:,.1f} ms", times * ms))
-    rows.append(("total", sum(ms for _, ms in rows)))
+    rows.append(("total, without what follows the last validation", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     memory = f"{peak_mib(machine):,.0f} MiB"

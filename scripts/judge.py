@@ -121,11 +121,7 @@ def race(
         missing = sum(any(seed not in done[arm.name] for arm in arms) for seed in seeds[:stop])
         if missing:  # and the next seeds, on cores that would be idle
             ahead = -missing % processes
-            show_time = not any(done.values())
-            done = make_runs(folder, order, metric, seeds[: stop + ahead], sharing)
-            if show_time:
-                run = next(iter(done["A"].values()))
-                say(f"  as measured now: {times(run, arms[0].config, plan, sharing)}")
+            done = make_runs(folder, order, plan, metric, seeds[: stop + ahead], sharing)
         a, b = ([judge.figure(done[name][seed], metric) for seed in seeds[:stop]] for name in "AB")
         verdict = judge.decide([new - old for new, old in zip(b, a, strict=True)], plan)
         say(f"{verdict.pairs} pairs: B - A {in_words(verdict, FORM)}")
@@ -135,7 +131,7 @@ def race(
 
 
 def make_runs(
-    folder: Path, arms: Sequence[Arm], metric: str, seeds: range, sharing: Sharing
+    folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, seeds: range, sharing: Sharing
 ) -> Runs:
     """Train the seeds without a run; return all runs. LogError if a run or its source fails."""
     done = read_runs(folder, arms)
@@ -150,6 +146,10 @@ def make_runs(
                 found = judge.figure(runs[seed], metric)
                 known = f"{found:.4f} {UNITS[metric]}" if runs[seed].counts else "diverged"
                 say(f"  {arm}, seed {seed}: {known}")
+        finished = [(each, run) for each in arms for run in done[each.name].values()]
+        if finished and not any(before.values()):
+            of, run = finished[0]
+            say(f"  as measured now: {times(run, of.config, plan, sharing)}")
 
     def meanwhile() -> None:
         if time.monotonic() - read_at > READING_S:
@@ -185,7 +185,7 @@ def missing_jobs(
         missing = [seed for seed in seeds if seed not in done[arm.name]]
         for stretch in stretches(missing, math.ceil(len(missing) / processes)):
             first, last = stretch[0], stretch[-1]
-            console = folder / f"{arm.name}_{first}.txt"
+            console = folder / f"{arm.name}_{first}.progress"
             say(f"{arm.name}, seeds {first} to {last}: progress in {console}")
             flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
             words = training_command(arm.source, flags, folder / arm.name)

@@ -277,6 +277,17 @@ def test_a_record_is_caught_with_a_run_that_has(what, folder, capsys):
     caught(folder, capsys, *patterns)
 
 
+def test_a_busy_machine_may_hold_up_a_validation_where_there_are_no_records(
+    folder, capsys, monkeypatch
+):
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(ranked=False))
+    last = slice(-1, None)
+    forge(folder, each("phase", last, ms=22_500.0))
+    assert call(capsys, "make", folder)[0] == 0
+    forge(folder, each("phase", last, ms=61_000.0))
+    caught(folder, capsys, "a validate of 61000 ms; 60.0 s are the most")
+
+
 def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsys):
     assert call(capsys, "make", folder)[0] == 0
     claim = small_record.make_claim("Still", 6, 2000, created="2026-01-01T01:00:00+00:00")

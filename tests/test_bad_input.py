@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -45,11 +46,20 @@ def assert_refused(outcome, *parts):
     ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
     ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
     ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
-    ("val_tokens", 2**20, ["1,048,577", "Use fewer, or add shards"]),
+    ("val_tokens", 2**20, ["1,048,577", "Lower --val-tokens, or add shards"]),
     ("steps", 1000, ["after 46 steps", "at most 46"]),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
     assert_refused(run(data, tmp_path, **{flag: value}), *parts)
+
+
+def test_help_lists_the_recipes_that_each_track_accepts():
+    (setting,) = (each for each in fields(train_gpt.Config) if each.name == "recipe")
+    shown = {}
+    for part in setting.metadata["about"].split("; "):
+        tracks, recipes = part.split(": ")
+        shown |= dict.fromkeys(tracks.split(" and "), re.split(", | or ", recipes))
+    assert shown == {track: [*recipes] for track, recipes in train_gpt.RECIPES.items()}
 
 
 @pytest.mark.parametrize("words", ["--minutes 5", "--gates=adam"])

@@ -19,31 +19,31 @@ def clone(tmp_path: Path) -> Path:
     return shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
 
 
-def run_bare(script: Path, *words: str) -> subprocess.CompletedProcess:
-    """Start a script in a Python that has only the standard library."""
-    command = [sys.executable, "-S", str(script), *words]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+def run_bare(clone: Path, *words: str) -> subprocess.CompletedProcess:
+    """Start a program in a Python that has only the standard library."""
+    command = [sys.executable, "-S", *words]
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True)
 
 
-def test_a_script_that_lacks_a_package_starts_again_with_the_environment_of_run_sh(clone):
+@pytest.mark.parametrize("program", ["scripts/significance.py", "-m data.own", "train_gpt.py"])
+def test_a_program_that_lacks_a_package_starts_again_with_the_environment_of_run_sh(clone, program):
     python = clone / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "environment: $@"\n')
     python.chmod(0o755)
-    script = clone / "scripts" / "significance.py"
-    done = run_bare(script, "a folder", "--json")
+    done = run_bare(clone, *program.split(), "a folder", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"environment: {script} a folder --json\n"
+    assert done.stdout == f"environment: {program} a folder --json\n"
 
 
 def test_without_an_environment_every_program_says_in_one_line_what_to_do(clone):
     scripts = [path for path in clone.glob("scripts/*.py") if "__main__" in path.read_text()]
     assert len(scripts) >= 8
-    for program in (clone / "train_gpt.py", *scripts):
-        done = run_bare(program, "logs", "--to", "model")
-        assert (done.returncode, done.stdout) == (2, ""), program
-        sentence = r"error: .* has no \w+: run \./run\.sh once, which makes .venv, .*\n"
-        assert re.fullmatch(sentence, done.stderr), done.stderr
+    modules = [["-m", "data.own"], ["-m", "data.prose"]]
+    for program in (*([str(path)] for path in scripts), *modules, ["train_gpt.py"]):
+        done = run_bare(clone, *program, "logs", "--to", "model")
+        assert done.returncode == 2, program
+        assert re.fullmatch("error: .*, which makes .venv, .*\n", done.stderr), done.stderr
 
 
 def test_no_part_of_a_flag_stands_for_one_that_runs_code_of_others(capsys):

@@ -80,11 +80,14 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
     monkeypatch.setattr(Writer, "files", [])
     settings = {"log_to": "tensorboard", "checkpoint_every": 4}
     assert brief(data, tmp_path, {6: lambda run: 1 / 0}, **settings).code == 1
-    assert brief(data, tmp_path, resume="auto", **settings).code == 0
+    resumed = brief(data, tmp_path, resume="auto", **settings)
+    assert resumed.code == 0
     (_, first), (purged, second) = Writer.files
     assert max(first["train_loss"]) > 4, "it has steps that are done again"
     assert purged == 5
     assert [*second["train_loss"]] == [*range(5, BRIEF_STEPS + 1)]
+    folder = tmp_path / "tensorboard"
+    assert f" -m tensorboard.main --logdir {folder}\n" in resumed.out
 
 
 def test_a_dashboard_that_fails_is_one_warning_and_the_run_is_done(data, tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     assert "B diverged on seed 2: it counts as a guess" in capsys.readouterr().out
     assert run("--b", "--gain 0.2 --die") == 2
     said = capsys.readouterr().err
-    assert re.search(r"exit code 1 of B: out of coffee .*logs/judge/002/B_\d+.txt", said)
+    assert re.search(r"exit code 1 of B: out of coffee .*logs/judge/002/B_\d+.progress", said)
     write_source(project, edited=True)
     assert run("--b", "--gain 0.2") == 2
     assert "was changed while it was judged" in capsys.readouterr().err

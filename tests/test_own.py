@@ -49,6 +49,8 @@ def test_own_documents_come_back_each_in_one_shard(tmp_path, convert, parts, siz
     first = write_jsonl(tmp_path / "b.jsonl", [*DOCUMENTS[:1], "", *DOCUMENTS[1:9]])
     second = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[9:])
     assert convert(first, second, "--vocab-size", size) == 0
+    said = capsys.readouterr().out
+    assert ("documents found: 34." in said, "hint:" in said) == (True, False)
     train, val = parts()
     tokenizer = read_tokenizer(PROSE)
     order = {text: sha256(encode(text, tokenizer).data).hexdigest() for text in DOCUMENTS}
@@ -78,6 +80,14 @@ def test_a_folder_gives_all_its_text_and_counts_what_is_none(tmp_path, convert, 
     ]  # fmt: skip
     said = f"{folder}: files left out because they are not text in UTF-8: 1\n"
     assert said in capsys.readouterr().out
+
+
+def test_one_file_of_everything_is_told_how_to_separate_its_documents(tmp_path, convert, capsys):
+    (tmp_path / "all.txt").write_text("".join(f"story {n}\n\n<|endoftext|>\n" for n in range(999)))
+    assert convert(tmp_path / "all.txt") == 0
+    said = capsys.readouterr().out
+    assert "documents found: 2. A file is one, and so is a row of .jsonl" in said
+    assert "hint: all of it is one text" in said
 
 
 @pytest.mark.parametrize(("size", "limit"), [(2048, 1250), (50257, 8000)])

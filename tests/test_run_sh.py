@@ -21,7 +21,8 @@ PYTHON_STUB = r"""#!/bin/bash
 printf '%s\x1f' "$@" $'\x1e' >>"$CALLS"
 case "${1-} ${2-}" in
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-    "-m pip") sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
+    "-m pip") [[ $* == *--no-index* ]] && exit "${FAKE_MISSING-0}"
+        echo "pip lives"; sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
     "-m huggingface_hub.cli.hf") exit "${FAKE_DOWNLOAD_STATUS-0}" ;;
     "-m ruff") exit "${FAKE_RUFF_STATUS-0}" ;;
     "-m pytest") echo "3 passed in 0.01s"; exit "${FAKE_PYTEST_STATUS-0}" ;;
@@ -126,9 +127,12 @@ def test_arguments_arrive_as_they_were_given(clone):
 
 def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_start(clone):
     (clone.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\n")
-    clone.run()
-    clone.run()
-    assert clone.jobs() == ["pip", "train_gpt.py", "train_gpt.py"]
+    assert "pip lives" in clone.run(FAKE_MISSING="1").stdout
+    assert clone.run().stdout == ""
+    assert clone.jobs() == ["pip", "pip", "train_gpt.py", "train_gpt.py"]
+    (clone.root / "requirements.txt").write_text("numpy==2.4.6\ntorch==2.13.0\n")
+    assert clone.run().stdout == "", "nothing is missing, so pip need not be seen"
+    assert clone.jobs() == ["pip", "train_gpt.py"]
     (clone.root / ".venv/bin/python").unlink()
     clone.run()
     assert clone.jobs() == ["venv", "pip", "train_gpt.py"]

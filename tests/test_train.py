@@ -225,4 +225,5 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     assert sum(map(int, steps)) == STEPS
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
     assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
+    assert "--dry-run" not in outcome.out, "the reader has it"
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -537,6 +537,8 @@ def test_an_empty_folder_says_so_and_its_first_run_is_followed_to_its_end(served
     page.wait(f"{TEXT}.includes('5 of 40')")
     assert "running, 0.4 s left" in page.evaluate(TEXT)
     assert inked(page) > 1000
+    stroke = page.evaluate("charts.loss.plot.series[1].stroke()")
+    assert stroke != page.evaluate(f"{LINES}[0].color"), "it has no validation yet"
     write_log(folder, done=30)
     page.wait("charts.loss.plot.data[0].at(-1) === 30")
     write_log(folder)

@@ -7,6 +7,7 @@ const $ = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const state = {axis: "step", filter: "", sort: "", track: ""};  // and address
 const AXES = {step: "steps", tokens: "training tokens", seconds: "training time"};
+const WHOLE = [...Array(13).keys()].flatMap(i => [1, 2, 5].map(n => n * 10 ** i));  // of ticks
 const charts = {};
 let zoom = null;
 
@@ -126,7 +127,10 @@ function validationsOf(runs) {  // their median at each step
 function drawChart(name, groups) {
   const {grid, lines} = linesOf(groups, name);
   const chart = charts[name] ??= {};
-  for (const line of lines) line.dots = name === "loss" ? validationsOf(line.runs) : [];
+  for (const line of lines) {
+    line.dots = name === "loss" ? validationsOf(line.runs) : [];
+    line.pale = name === "loss" && line.runs.some(run => run.curve.loss.length);  // it is training
+  }
   Object.assign(chart, {name, lines, targets: [], marks: []});
   const all = groups.flatMap(group => group.runs);
   if (name === "loss") {
@@ -138,8 +142,7 @@ function drawChart(name, groups) {
   if ($(name).hidden) return;
   const columns = lines.flatMap(line => line.low ? [line.y, line.high, line.low] : [line.y]);
   const data = [grid, ...columns];
-  const style = lines.map(({id, color, dash, low, dots}) =>
-    [id, color, dash, Boolean(low), dots.length > 0]);
+  const style = lines.map(({id, color, dash, low, pale}) => [id, color, dash, Boolean(low), pale]);
   const key = JSON.stringify([state.axis, dark.matches, style]);
   if (chart.key !== key) {
     chart.plot?.destroy();
@@ -168,9 +171,9 @@ function options(chart) {
   for (const line of chart.lines) {
     const shared = {paths, dash: line.dash, points: {show: false}};
     line.index = series.length;
-    const pale = chart.name === "loss" && line.dots.length;  // what counts is the validation
-    series.push({...shared, stroke: pale ? mixed(line.color, 45) : line.color,
-      width: pale || chart.lines.length > 19 ? 1.2 : 2});
+    const pale = mixed(line.color, dark.matches ? 60 : 50);
+    series.push({...shared, stroke: line.pale ? pale : line.color,
+      width: line.pale || chart.lines.length > 19 ? 1.2 : 2});
     if (!line.low) continue;
     const edge = {...shared, stroke: "transparent", width: 0};
     const pair = [series.push(edge) - 1, series.push({...edge}) - 1];
@@ -181,11 +184,11 @@ function options(chart) {
   return {
     ...size(chart), series, bands, legend: {show: false}, padding: [8, 12, 0, 0],
     scales: {
-      x: {time: false, range: (plot, low = 0, high = 1) =>
-        zoom ?? [low - .01 * (high - low), high + .015 * (high - low || 1)]},
+      x: {time: false, range: (plot, low, high = 1) => zoom ?? [-.01 * high, 1.015 * high || 1]},
       y: {range: (plot, low = 0, high = 1) => chart.range ?? [Math.min(0, low), high * 1.08 || 1]},
     },
     axes: [{...axis, values: (plot, ticks) => ticks.map(place), space: 70, size: 26,
+      ...state.axis === "seconds" ? {} : {incrs: WHOLE},
       label: AXES[state.axis], labelSize: 16, labelFont: axis.font},
       {...axis, values: (plot, ticks) => ticks.map(short), space: 34, size: 46}],
     focus: {alpha: .25},
@@ -227,7 +230,7 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
     ctx.fillText(`target of validation: ${target}`, left, at(target, "y") - 5 * scale);
   }
   ctx.setLineDash([]);
-  ctx.lineWidth = 1.2 * scale;
+  ctx.lineWidth = 2 * scale;
   for (const {dots, color, dash} of chart.lines) {
     const line = new Path2D();
     for (const {x, y} of dots) line.lineTo(at(x, "x"), at(y, "y"));

@@ -145,8 +145,8 @@ function row(item) {
   const of = known(item.total) && item.total !== item.done ? ` of ${item.total}` : "";
   const rest = item.seconds / item.done * (item.total - item.done);
   const left = words[0] === "running" && rest > 0 ? `, ${duration(rest)} left` : "";
-  const status = [...new Set(words)].map(word => runs
-    ? colored(word, `${words.filter(other => other === word).length} ${word} `, "")
+  const status = [...new Set(words)].flatMap((word, i) => runs
+    ? [i ? ", " : "", colored(word, `${words.filter(other => other === word).length} ${word}`, "")]
     : colored(word, word + left, item.why));
   const others = n && item.differs.length > 4 ? ` and ${item.differs.length - 4} more` : "";
   const differs = runs ? item.differs.slice(0, 4).join(", ") + others : left ? "" : item.why;
