@@ -458,7 +458,9 @@ def test_ranks_take_the_steps_skips_and_norms_of_one_process(truth, ranks, metho
     for one, other in pairwise(cells):
         assert all(same(a, b) for a, b in zip(one["seen"], other["seen"], strict=True))
     if method != "torch":
-        assert sum(cell["owned"] for cell in cells) == expected["owned"]
+        whole = method == "rows" and layout in GROUPS  # on each rank
+        owned = [cell["owned"] for cell in cells]
+        assert (max(owned) if whole else sum(owned)) == expected["owned"]
 
 
 @pytest.mark.parametrize("method", METHODS)
