@@ -74,8 +74,10 @@ class RowAdam(ShardedOptimizer):
     def _build(self) -> None:
         tables = params_of(self)
         self._by_rows = any(each.device.type == "cpu" and not is_sharded(each) for each in tables)
-        self._process_group = None if self._by_rows else self._everyone  # as if alone
+        self._process_group = None if self._by_rows else self._everyone
         super()._build()
+        if self._by_rows:  # the ranks share out nothing
+            self.ranks = self.ranks._replace(group=self._everyone)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
@@ -115,8 +117,8 @@ class RowAdam(ShardedOptimizer):
         for param in self._names:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce() if self._by_rows else param.grad.to_dense()
-        if self._by_rows and self._everyone is not None:
-            sum_over_ranks([*self._names], self._everyone)
+        if self._by_rows and self.ranks.group is not None:
+            sum_over_ranks([*self._names], self.ranks.group)
         super().launch()
 
     def describe(self) -> str:
