@@ -27,7 +27,7 @@ all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
 READ_AT_ONCE = ("cpu",)  # devices whose flags the host can read without a wait
 ALIGNMENT = 8  # elements: 16 bytes in bf16
 MESSAGES = 3  # updating one message's parts overlaps the all-gather of the one before
-LARGE = 2**22  # elements of a parameter that is a message of its own; each takes time to launch
+OWN_MESSAGE = 2**22  # elements of a parameter that is one by itself; each takes time to launch
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -264,7 +264,7 @@ def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:
         own = [*group]
         count, left = divmod(len(own), size)  # parts of a rank
         alike = len({part.shape for part in own}) == 1
-        if alike and not left and own[0].param.numel() >= LARGE:
+        if alike and not left and own[0].param.numel() >= OWN_MESSAGE:
             messages.append([own[rank * count : (rank + 1) * count] for rank in range(size)])
         else:
             rest += own

@@ -146,7 +146,7 @@ def be_a_rank(folder, size):
 
 
 if __name__ == "__main__":
-    with mock.patch("optim.buckets.LARGE", LARGE):
+    with mock.patch("optim.buckets.OWN_MESSAGE", LARGE):
         play({
             str(size): Scenario(partial(be_a_rank, sys.argv[1], size), tuple(range(size)), size)
             for size in RANKS
