@@ -161,7 +161,8 @@ def sum_over_ranks(params: list[Tensor], group: Any) -> None:
         if grad is None:  # no rows
             values = torch.empty(0, param.size(1), dtype=param.grad_dtype)
             rows = torch.empty(1, 0, dtype=torch.int64)
-            options = {"is_coalesced": True, "check_invariants": False}
-            grad = torch.sparse_coo_tensor(rows, values, param.shape, **options)
+            grad = torch.sparse_coo_tensor(
+                rows, values, param.shape, is_coalesced=True, check_invariants=False
+            )
         param.grad = grad.to_dense() if kind == 2 else grad
         dist.all_reduce(param.grad, group=group)
