@@ -9,7 +9,7 @@ gradients to their owners, one all-gather takes new weights to everyone.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
 READ_AT_ONCE = ("cpu",)  # devices whose flags the host can read without a wait
 ALIGNMENT = 8  # elements: 16 bytes in bf16
 MESSAGES = 3  # updating one message's parts overlaps the all-gather of the one before
+OWN_MESSAGE = 2**22  # elements of a parameter that is one by itself; each takes time to launch
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -172,7 +173,10 @@ class Bucket:
 
 
 class Message:
-    """Parts of one dtype, laid out as one segment a rank: the parts that this rank owns."""
+    """Parts of one dtype, laid out as one segment a rank: the parts that this rank owns.
+
+    One that is a whole parameter is sent from where the gradient lies, and received in its place.
+    """
 
     def __init__(self, shares: list[list[Part]], ranks: RankGroup, buckets: list[Bucket]):
         self.shares, self.ranks = shares, ranks
@@ -180,10 +184,17 @@ class Message:
         loads = [sum(part.numel for part in share) for share in shares]
         self.length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
         self.like = next(part.param for share in shares for part in share)
+        # Whether the segments are one parameter, in the order of its memory.
+        places = [(part.number, part.start) for share in shares for part in share]
+        one = len({number for number, _ in places}) == 1 and places == sorted(places)
+        self.in_place = one and sum(loads) == self.length * ranks.size == self.like.numel()
 
-    def zeros(self, *shape: int) -> Tensor:
-        """Zeros of the parts' dtype and device; a plain tensor even if the parts are sharded."""
-        return torch.zeros(shape, dtype=self.like.dtype, device=self.like.device)
+    def empty(self, *shape: int) -> Tensor:
+        """A tensor of the parts' dtype and device, not filled: no one reads a message's padding.
+
+        A plain tensor even if the parts are sharded.
+        """
+        return torch.empty(shape, dtype=self.like.dtype, device=self.like.device)
 
     def places(self, message: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part and its place in a message (ranks, length)."""
@@ -194,8 +205,8 @@ class Message:
                 begin += part.numel
 
     def segment(self, name: str) -> Tensor:
-        """Zeros for this rank's segment; its stretches become attributes `name` of the buckets."""
-        segment, begin = self.zeros(self.length), 0
+        """Room for this rank's segment; its stretches become attributes `name` of the buckets."""
+        segment, begin = self.empty(self.length), 0
         for bucket in self.buckets:
             end = begin + math.prod(bucket.shape)
             setattr(bucket, name, segment[begin:end].view(bucket.shape))
@@ -204,22 +215,28 @@ class Message:
 
     def reduce(self) -> Callable[[], Any]:
         """Send the gradients to their owners; the returned function waits for the sums."""
-        message = self.zeros(self.ranks.size, self.length)
-        pairs = list(self.places(message))
-        copy_all([place for _, place in pairs], [part.gradient() for part, _ in pairs])
+        if self.in_place and self.like.grad is not None:
+            message = self.like.grad.to(self.like.dtype)
+        else:
+            message = self.empty(self.ranks.size, self.length)
+            pairs = list(self.places(message))
+            copy_all([place for _, place in pairs], [part.gradient() for part, _ in pairs])
         sums = self.segment("sums")
-        work = reduce_scatter(sums, message.view(-1), group=self.ranks.group, async_op=True)
+        work = reduce_scatter(sums, message.reshape(-1), group=self.ranks.group, async_op=True)
         return work.wait
 
     def gather(self, segment: Tensor) -> Callable[[], None]:
         """Send new weights to all ranks; the returned function waits and writes them."""
-        everything = segment.new_empty(self.ranks.size, self.length)
+        everything = self.like.detach()
+        if not self.in_place:
+            everything = segment.new_empty(self.ranks.size, self.length)
         work = all_gather(everything.view(-1), segment, group=self.ranks.group, async_op=True)
 
         def write() -> None:
             work.wait()
-            pairs = list(self.places(everything))
-            copy_all([part.weight() for part, _ in pairs], [new for _, new in pairs])
+            if not self.in_place:
+                pairs = list(self.places(everything))
+                copy_all([part.weight() for part, _ in pairs], [new for _, new in pairs])
 
         return write
 
@@ -237,11 +254,34 @@ def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:
-    """Give each part an owner: the largest first, each to the least loaded rank.
+    """Give each part an owner. Returns shares[message][rank].
 
-    Returns shares[message][rank]. A message ends when it holds 1 / MESSAGES of the whole and all
-    ranks have equal shares, so only the last message is padded. In a share, parts of one bucket
-    are adjacent: a bucket is one stretch of a message.
+    A large parameter is a message of its own if the ranks can own equal stretches of it.
+    """
+    messages: list[list[list[Part]]] = []
+    rest: list[Part] = []
+    for _, group in groupby(parts, key=lambda part: part.number):
+        own = [*group]
+        count, left = divmod(len(own), size)  # parts of a rank
+        alike = len({part.shape for part in own}) == 1
+        if alike and not left and own[0].param.numel() >= OWN_MESSAGE:
+            messages.append([own[rank * count : (rank + 1) * count] for rank in range(size)])
+        else:
+            rest += own
+    messages += pack(rest, size)
+    for shares in messages:
+        for rank, share in enumerate(shares):
+            for part in share:
+                part.owner = rank
+    return messages
+
+
+def pack(parts: list[Part], size: int) -> list[list[list[Part]]]:
+    """Share parts out: the largest first, each to the least loaded rank.
+
+    A message ends when it holds 1 / MESSAGES of the whole and all ranks have equal shares, so only
+    the last message is padded. In a share, parts of one bucket are adjacent: a bucket is one
+    stretch of a message.
     """
     enough = sum(part.numel for part in parts) / MESSAGES
     keys = list(dict.fromkeys(part.key for part in parts))
@@ -250,9 +290,9 @@ def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:
     for part in sorted(parts, key=lambda part: -part.numel):
         if not any(loads):
             messages.append([[] for _ in range(size)])
-        part.owner = loads.index(min(loads))
-        messages[-1][part.owner].append(part)
-        loads[part.owner] += part.numel
+        owner = loads.index(min(loads))
+        messages[-1][owner].append(part)
+        loads[owner] += part.numel
         if min(loads) == max(loads) and sum(loads) >= enough:
             loads = [0] * size
     for share in chain(*messages):

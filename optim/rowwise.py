@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .base import Method, ShardedOptimizer, State
 from .buckets import Bucket, Part, widest
+from .sharded import is_sharded
+from .state import params_of
 from .update import decay_of, descend
 
 
@@ -42,9 +45,11 @@ class RowAdam(ShardedOptimizer):
     lr_mul, beta2, eps, weight_decay, wd_mul. Computes in float32 at least. cautious: no decay where
     it works against the step.
 
-    State, on the owning rank only: row_avg_sq (rows,), float32 at least, and step (), int64. On one
-    process on a CPU, sparse gradients, as F.embedding(..., sparse=True) makes them, are stepped row
-    by row: the time does not depend on the table's size. Elsewhere they are made dense first.
+    State: row_avg_sq (rows,), float32 at least, and step (), int64. On a CPU sparse gradients, as
+    F.embedding(..., sparse=True) makes them, are stepped row by row: the time does not depend on
+    the table's size. Nor do messages: every rank of the group replaces its gradients by their sum
+    over the ranks, of which only the touched rows are sent, and steps the whole table. Elsewhere
+    gradients are made dense first, and each rank steps the rows whose state it owns.
     modded-nanogpt's record 92 and nanochat#854 keep one second moment a row too.
     ValueError for an impossible setting or a parameter that is not a table.
     """
@@ -63,7 +68,16 @@ class RowAdam(ShardedOptimizer):
         **options: Any,
     ):
         defaults = {"lr": lr, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        self._everyone = options.get("process_group")  # None: one process
         super().__init__(params, defaults, **options)
+
+    def _build(self) -> None:
+        tables = params_of(self)
+        self._by_rows = any(each.device.type == "cpu" and not is_sharded(each) for each in tables)
+        self._process_group = None if self._by_rows else self._everyone
+        super()._build()
+        if self._by_rows:  # the ranks share out nothing
+            self.ranks = self.ranks._replace(group=self._everyone)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
@@ -100,11 +114,19 @@ class RowAdam(ShardedOptimizer):
 
     def launch(self) -> None:
         """As of all optimizers, after each sparse gradient was added up or made dense."""
-        alone = self.ranks.size == 1 and self._device.type == "cpu"
         for param in self._names:
             if param.grad is not None and param.grad.is_sparse:
-                param.grad = param.grad.coalesce() if alone else param.grad.to_dense()
+                param.grad = param.grad.coalesce() if self._by_rows else param.grad.to_dense()
+        if self._by_rows and self.ranks.group is not None:
+            sum_over_ranks([*self._names], self.ranks.group)
         super().launch()
+
+    def describe(self) -> str:
+        """As of all optimizers, or that every rank steps all parameters."""
+        if self._process_group is self._everyone:
+            return super().describe()
+        total = sum(table.numel() for table in params_of(self))
+        return f"RowAdam: every rank steps all {total:,} parameters"
 
     def _step(self, bucket: Bucket, taken: Tensor, divisor: Tensor | float) -> None:
         grad = bucket.param.grad
@@ -123,3 +145,24 @@ class RowAdam(ShardedOptimizer):
         row_avg_sq *= fixed["beta2"]  # also of the rows that were not read
         row_avg_sq[:, rows] = averages
         table[rows] = weights[0].to(table.dtype)
+
+
+def sum_over_ranks(params: list[Tensor], group: Any) -> None:
+    """Replace each gradient that any rank has by its sum over the ranks, on CPUs. Collective.
+
+    The sum is sparse unless a rank has a dense gradient; gloo then sends the touched rows alone.
+    """
+    grads = [param.grad for param in params]
+    kinds = torch.tensor([0 if grad is None else 1 + (not grad.is_sparse) for grad in grads])
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
+    for param, grad, kind in zip(params, grads, kinds.tolist(), strict=True):
+        if kind == 0:
+            continue
+        if grad is None:  # no rows
+            values = torch.empty(0, param.size(1), dtype=param.grad_dtype)
+            rows = torch.empty(1, 0, dtype=torch.int64)
+            grad = torch.sparse_coo_tensor(
+                rows, values, param.shape, is_coalesced=True, check_invariants=False
+            )
+        param.grad = grad.to_dense() if kind == 2 else grad
+        dist.all_reduce(param.grad, group=group)

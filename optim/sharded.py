@@ -99,7 +99,7 @@ class Exchange(Message):
 
     def send(self, sent: Pieces, received: Pieces) -> Callable[[], None]:
         """Send each rank its pieces; the returned function waits and fills those received."""
-        message = torch.cat([self.zeros(0), *chain(*sent)])
+        message = torch.cat([self.empty(0), *chain(*sent)])
         targets = list(chain(*received))
         lengths = [len(target) for target in targets]
         room = message.new_empty(sum(lengths))
