@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any, ClassVar
 
 import torch
@@ -19,14 +19,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, partition, widest
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, in_calls, partition, widest
 from .notice import Notice
-from .options import ANY, require_ranges, require_same, require_steppable
+from .options import ANY, require_no_capture, require_ranges, require_same, require_steppable
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of, require_entries
-from .update import compiled_values, new_values, on_device, sent, update
-
-Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
+from .update import Method, compiled_values, new_values, on_device, sent, update
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -184,11 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = []
         for members in together.values():
             first = members[0]
-            states = self._states(first.param, first.group)
-            calls = -(-len(members) // max(1, self._limit(first.param) // first.numel))
-            count = -(-len(members) // calls)  # alike, as each shape is compiled
-            for begin in range(0, len(members), count):
-                buckets.append(Bucket(members[begin : begin + count], states))
+            states, limit = self._states(first.param, first.group), self._limit(first.param)
+            buckets += [Bucket(some, states) for some in in_calls(members, limit)]
         self.buckets += buckets
         return buckets
 
@@ -256,7 +251,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def require_ready(self) -> None:
-        """ValueError if groups changed after a step, or a setting left its range since the last."""
+        """ValueError if groups changed after a step, or a setting left its range since the last.
+
+        RuntimeError while a CUDA graph is captured.
+        """
+        require_no_capture(type(self).__name__)
         if not self._follow():
             what = f"groups or parameters of {type(self).__name__} changed after a step"
             fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"
@@ -277,7 +276,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             wait()
         self._waits = []  # what was sent is no longer needed
         squares = torch.zeros(len(self._names), dtype=widest(self._device), device=self._device)
-        norms = [norm for bucket in self.buckets for norm in bucket.norms()]
+        norms: list[Tensor] = []
+        for wide, alike in groupby(self.buckets, lambda bucket: bucket.wide):
+            found = [gradient for bucket in alike for gradient in bucket.each_gradient()]
+            norms += torch._foreach_norm(found, dtype=wide)
         if norms:  # a rank may own no part
             squares.index_add_(0, self._numbers, torch.stack(norms).to(squares.dtype).square())
         given = [param.grad is not None for param in self._names]
@@ -299,6 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         excess: also divides the gradients, so that their norm does not exceed a guard's `clip`.
         """
         self._gathers: list[Callable[[], Any]] = []
+        self._faults: list[tuple[Tensor, Tensor]] = []  # by matrix: its parameter, 1 if it failed
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
@@ -307,8 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         divisor = self.grad_divisor * excess
         self._methods = {bucket: self._method(bucket) for bucket in self.buckets}
         if self.compiles:
-            rates = {each: own | {"divisor": divisor} for each, (*_, own) in self._methods.items()}
-            self._rates = on_device(rates)
+            self._methods = on_device(self._methods, divisor)
         for bucket in self._local:
             self._step(bucket, taken, divisor)
         for message in self.messages:
@@ -316,6 +318,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in message.buckets:
                 self._step(bucket, taken, divisor)
             self._gathers.append(message.gather(segment))
+        if self._faults:
+            self.failed.index_add_(0, *map(torch.cat, zip(*self._faults, strict=True)))
         if self.ranks.size > 1 and not self.elementwise:
             work = dist.all_reduce(self.failed, group=self.ranks.group, async_op=True)
             self._gathers.append(work.wait)
@@ -338,23 +342,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def compiles(self) -> bool:
-        """Whether steps are compiled: as told, else on GPUs.
-
-        On a CPU it takes half a minute, and the matrix products, which bound a step, stay.
-        """
+        """Whether steps are compiled: as told, else on GPUs. A CPU's would gain little."""
         return self._device.type == "cuda" if self.compiled is None else self.compiled
 
     def _step(self, bucket: Bucket, taken: Tensor, divisor: Tensor | float) -> None:
-        flags: Tensor | None = taken[bucket.numbers]  # of each matrix
+        flagged = taken[bucket.numbers]  # of each matrix
+        flags: Tensor | None = flagged
         method, fixed, rates = self._methods[bucket]
-        values: Callable[..., Any] = new_values
+        values = new_values
         if self.compiles:
-            values, rates = compiled_values(), self._rates[bucket]
-            divisor = rates.pop("divisor")
-        elif self._device.type in READ_AT_ONCE and flags.all():
+            values, divisor = compiled_values(), rates.pop("divisor")
+        elif self._device.type in READ_AT_ONCE and flagged.all():
             flags = None  # all matrices: nothing has to be copied
-        for failed in update(bucket, partial(values, method), fixed | rates, flags, divisor):
-            self.failed.index_add_(0, bucket.numbers, failed)
+        failed = update(bucket, partial(values, method), fixed | rates, flags, divisor)
+        self._faults += [(bucket.numbers, each) for each in failed]
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""

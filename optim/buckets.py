@@ -140,19 +140,25 @@ class Bucket:
         numbers = [part.number for part in parts for _ in range(self.each)]
         self.numbers = torch.tensor(numbers, device=self.param.device)  # parameter of each matrix
 
-    def norms(self) -> tuple[Tensor, ...]:
-        """Norm of each part's summed gradient, computed in float32 at least."""
-        if self.sums is not None:
-            return torch._foreach_norm(self.sums.split(self.each), dtype=self.wide)
-        return torch._foreach_norm([part.gradient() for part in self.parts], dtype=self.wide)
-
     def gradients(self) -> list[Tensor]:
         """Summed gradients (n, ...), which `stack` joins."""
         return [part.gradient() for part in self.parts] if self.sums is None else [self.sums]
 
+    def each_gradient(self) -> Iterable[Tensor]:
+        """Summed gradient of each part."""
+        return self.gradients() if self.sums is None else self.sums.split(self.each)
+
     def weights(self) -> list[Tensor]:
         """Weights (n, ...), which `stack` joins."""
         return [part.weight() for part in self.parts] if self.old is None else [self.old]
+
+
+def in_calls(parts: list[Part], limit: int) -> Iterator[list[Part]]:
+    """Parts of one key, cut into equal lists of at most `limit` elements or one part."""
+    calls = -(-len(parts) // max(1, limit // parts[0].numel))
+    count = -(-len(parts) // calls)  # alike, as each shape is compiled
+    for first in range(0, len(parts), count):
+        yield parts[first : first + count]
 
 
 class Message:

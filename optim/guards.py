@@ -155,18 +155,14 @@ class Guard:
         totals = torch.stack(torch._foreach_norm(norms))
         if loss is not None:
             loss = loss.to(self._device, torch.float32)
-        before = loss, self._spoiled, self._windows
-        ok, verdict, self._spoiled, self._windows = self._compiled(judge)(
-            numbers, norms, totals, *before, rule=self.spike, nonfinite=self.nonfinite
-        )
-        self.commit(numbers, ok, self._excess(totals, before[1]))
-        failed = self._of_each(numbers, lambda part: part.failed)
-        return self._compiled(report)(verdict, failed)
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled where steps are: a hundred small kernels become a few."""
+        excess = self._excess(totals)
         compiles = any(getattr(part, "compiles", False) for part in self._parts)
-        return compiled(function) if compiles else function
+        ok, verdict, self._spoiled, self._windows = (compiled(judge) if compiles else judge)(
+            numbers, norms, totals, loss, self._spoiled, self._windows,
+            rule=self.spike, nonfinite=self.nonfinite,
+        )  # fmt: skip
+        self.commit(numbers, ok, excess)
+        return torch.cat([verdict, *self._of_each(numbers, lambda part: part.failed)])
 
     def _of_each(self, numbers: Sequence[int], find: Callable[[Any], Tensor]) -> list[Tensor]:
         """Numbers (parameters,) of each optimizer; zeros if it is left out."""
@@ -183,12 +179,12 @@ class Guard:
             self._parts[number].launch()
         return self._of_each(numbers, lambda part: part.measure())
 
-    def _excess(self, totals: Tensor, spoiled: Tensor) -> Tensor | float:
+    def _excess(self, totals: Tensor) -> Tensor | float:
         """How many times the norm of all gradients of this step exceeds `clip`, at least 1."""
         if self.clip is None:
             return 1.0
         # A spoiled sum, which is dropped, may hold a NaN.
-        norm = torch.linalg.vector_norm(totals.masked_fill(spoiled, 0))
+        norm = torch.linalg.vector_norm(totals.masked_fill(self._spoiled, 0))
         excess = ((norm.to(widest(self._device)) + 1e-6) / self.clip).clamp_min(1)
         return excess.item() if self._device.type in READ_AT_ONCE else excess
 
@@ -203,7 +199,7 @@ class Guard:
 
     def taken(self) -> Tensor:
         """The verdict of a step that was taken and had no gradients."""
-        size = 3 + len(self._parts) + 2
+        size = 3 + len(self._parts) + sum(map(len, map(params_of, self.optimizers)))
         return torch.zeros(size, dtype=widest(self._device), device=self._device)
 
     def explain(self, verdict: Tensor) -> Skip | None:
@@ -220,15 +216,16 @@ class Guard:
 
     def gradient_norms(self, verdict: Tensor) -> list[float]:
         """Norm of each optimizer's gradient; 0 if it was left out. Waits for the device."""
-        return verdict[3:-2].tolist()
+        return verdict[3 : 3 + len(self._parts)].tolist()
 
     def held(self, verdict: Tensor) -> Held | None:
         """Matrices whose orthogonalization was not finite, or None. Waits for the device.
 
         Their weights and NorMuon's variance keep every bit; the momentum has the gradient.
         """
-        count, number = map(int, verdict[-2:].tolist())
-        return Held(count, self._name(number)) if count else None
+        failed = verdict[3 + len(self._parts) :].tolist()  # matrices of each parameter
+        first = next((number for number, count in enumerate(failed) if count), None)
+        return None if first is None else Held(int(sum(failed)), self._name(first))
 
     def describe(self) -> str:
         """What each optimizer steps and costs, and what is guarded."""
@@ -294,7 +291,7 @@ def judge(
 
     numbers: of the optimizers that are to step. norms: gradient norms (parameters,) of each,
     totals (optimizers,): of all its parameters. The verdict (3 + optimizers,) is code, value, first
-    bad gradient, and totals; `report` adds the rest.
+    bad gradient, and totals; `Guard.step` adds how many matrices of each parameter failed to step.
     """
     gradients = torch.cat(norms)
     # A spoiled sum holds gradients of an earlier, skipped step. It is dropped.
@@ -312,13 +309,6 @@ def judge(
     verdict = torch.stack([each.to(widest(ok.device)) for each in (code, value, first, *totals)])
     spoils = [(each | ~ok) & (number not in numbers) for number, each in enumerate(spoiled)]
     return ok & ~spoiled, verdict, torch.stack(spoils), windows
-
-
-def report(verdict: Tensor, failed: list[Tensor]) -> Tensor:
-    """The verdict, how many matrices failed to step, and the first parameter with one."""
-    each = torch.cat(failed)
-    found = each.sum(), each.gt(0).to(torch.int8).argmax()
-    return torch.cat([verdict, torch.stack([value.to(verdict.dtype) for value in found])])
 
 
 def watched(

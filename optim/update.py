@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .buckets import Bucket, copy_all
 
+# A method on stacks of parts, its fixed options, and its rates, which may change at every step.
+Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]
+
 
 def new_values(
     method: Callable[..., tuple[Tensor, ...]], gradients: Tensor, weights: Tensor,
@@ -74,28 +77,29 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if cuda else tensor).to(device, non_blocking=cuda)
 
 
-def on_device(rates: Mapping[Bucket, dict[str, Any]]) -> dict[Bucket, dict[str, Any]]:
-    """The rates of each bucket as tensors (): with new values, nothing is compiled anew.
+def on_device(methods: dict[Bucket, Method], divisor: Tensor | float) -> dict[Bucket, Method]:
+    """Methods whose rates, and the divisor as one of them, are tensors () on the device.
 
-    All numbers of the host travel in one copy.
+    New values then need no new compilation. All numbers of the host travel in one copy.
     """
-    found: dict[Bucket, dict[str, Any]] = {bucket: {} for bucket in rates}
+    found: dict[Bucket, Method] = {}
     host: dict[tuple[Bucket, str], float] = {}
-    for bucket, own in rates.items():
-        for name, rate in own.items():
+    for bucket, (method, fixed, rates) in methods.items():
+        found[bucket] = method, fixed, {}
+        for name, rate in (rates | {"divisor": divisor}).items():
             if isinstance(rate, Tensor) and rate.device == bucket.param.device:
-                found[bucket][name] = rate.to(bucket.wide)  # read by the host, it would be a wait
-            elif rate is not None:
-                host[bucket, name] = float(rate)
+                found[bucket][2][name] = rate.to(bucket.wide)  # to read it would be a wait
+            elif rate is None:
+                found[bucket][2][name] = None
             else:
-                found[bucket][name] = None
+                host[bucket, name] = float(rate)
     for wide in {bucket.wide for bucket, _ in host}:
         some = {key: rate for key, rate in host.items() if key[0].wide == wide}
-        device = next(iter(some))[0].param.device
         # A compiled kernel expects inputs at multiples of 16 bytes: four elements for a number.
-        rows = sent(torch.tensor([[rate] * 4 for rate in some.values()], dtype=wide), device)
+        rows = torch.tensor([[rate] * 4 for rate in some.values()], dtype=wide)
+        rows = sent(rows, next(iter(some))[0].param.device)
         for (bucket, name), row in zip(some, rows[:, 0].unbind(), strict=True):
-            found[bucket][name] = row
+            found[bucket][2][name] = row
     return found
 
 
