@@ -255,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         RuntimeError while a CUDA graph is captured.
         """
-        require_no_capture(type(self).__name__)
+        require_no_capture(type(self).__name__, self._device)
         if not self._follow():
             what = f"groups or parameters of {type(self).__name__} changed after a step"
             fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"

@@ -72,11 +72,11 @@ def require_steppable(name: str, param: Tensor) -> None:
         raise ValueError(f"parameter {name} is not contiguous; {fix}")
 
 
-def require_no_capture(what: str) -> None:
+def require_no_capture(what: str, device: torch.device) -> None:
     """RuntimeError while a CUDA graph is captured: a replay would repeat its rates and its state.
 
     A step reads rates of the host and puts new state tensors in the place of the old.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         fix = "capture the model alone and call step outside the graph"
         raise RuntimeError(f"a step of {what} cannot be captured in a CUDA graph; {fix}")
