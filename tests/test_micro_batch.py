@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_model import SEQUENCE, make_model, small
+from small_model import SEQUENCE, small
 from small_run import run, write_data
 from stub_trainer import logs_of, read_events, signal_after
-from test_model import batch, gradients
+from test_model import batch, build, gradients
 
 from data.loader import divisors
 from runtime import warmup
@@ -73,8 +73,9 @@ def test_a_number_given_or_a_single_sequence_or_a_cpu_is_left_as_it_is(changed, 
 
 @pytest.mark.parametrize("recipe", ["record42", "record89"])
 def test_gradients_in_one_micro_batch_or_in_many_are_equal_up_to_the_order_of_sums(recipe):
-    model = make_model(small("short", recipe, keep_float32="all", prefixes=False), torch.float64)
-    model.double().initialize(0)
+    model = build(
+        small("short", recipe, keep_float32="all", prefixes=False), torch.float64
+    ).double()
     whole = batch(rows=4)
     loss, expected = gradients(model, whole)
     model.zero_grad()
@@ -90,6 +91,7 @@ def test_gradients_in_one_micro_batch_or_in_many_are_equal_up_to_the_order_of_su
         losses.append(found.detach())
     bound = 4 * SEQUENCE * torch.finfo(torch.float64).eps  # of a sum over all tokens
     torch.testing.assert_close(sum(losses), loss, rtol=bound, atol=0)
+    assert all(each.any() for each in expected.values())
     for name, param in model.named_parameters():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(param.grad, expected[name], rtol=0, atol=bound * scale)
