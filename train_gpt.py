@@ -73,7 +73,7 @@ from runtime.settings import RunSettings, as_text, flag, parse, refusal, require
 from runtime.source import source_hash
 from runtime.terminal import closing, summary
 from runtime.trainer import Batch
-from runtime.warmup import dry_run, warm_up
+from runtime.warmup import dry_run, fit_micro_batch, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -301,7 +301,9 @@ class Config(RunSettings):
     document_mask: bool = setting(True, "begin sequences with bos and attend within documents")
     batch_tokens: int = setting(6144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
     seq_len: int = setting(512, "tokens of a training sequence", at_least=2)
-    micro_batch: int = setting(6144, "tokens of a micro-batch, at most", a_multiple_of="seq_len")
+    micro_batch: int = setting(
+        6144, "tokens of a micro-batch, at most; 0: as many as fit the GPU, elsewhere a sequence"
+    )
     max_document: int = setting(512, "length to which documents are cut", at_least=1)
     val_tokens: int = setting(262_144, "number of validation tokens", a_multiple_of="val_seq_len")
     val_seq_len: int = setting(4096, "tokens of a validation sequence", at_least=2)
@@ -385,6 +387,8 @@ class Config(RunSettings):
         super().__post_init__()  # the rules written next to the settings
         if self.claim and (changed := off_track(self)):
             raise refusal(self, "claim", f"empty, as {'; '.join(changed)}")
+        if self.micro_batch % self.seq_len:
+            raise refusal(self, "micro_batch", f"0 or a multiple of --seq-len {self.seq_len}")
         if self.cautious_wd and self.optimizer.startswith("torch"):
             raise refusal(self, "cautious_wd", f"off for --optimizer {self.optimizer}")
         layers, heads = LAYERS[self.layers], self.dim // self.head_dim
@@ -443,7 +447,7 @@ TRACKS: dict[str, dict[str, Any]] = {
     "short": {
         "recipe": "record42", "target": 3.28, "data_dir": "data/fineweb10B", "val_sha256": "",
         "vocab_size": 50257, "bos": 50256, "loss_kernel": "auto", "dim": 768, "head_dim": 128,
-        "attention_scale": 0.1, "batch_tokens": 262_144, "seq_len": 32_768, "micro_batch": 32_768,
+        "attention_scale": 0.1, "batch_tokens": 262_144, "seq_len": 32_768, "micro_batch": 0,
         "max_document": 2048, "val_tokens": 10_485_760, "val_seq_len": 262_144,
         "val_batch": 262_144, "val_every": 250, "window_block": 128, "val_window": 2560,
         "momentum": (0.85, 0.95), "momentum_warmup": 300, "momentum_cooldown": 50,
@@ -453,7 +457,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "recipe": "muon", "target": 3.28, "data_dir": "data/fineweb10B", "val_sha256": "",
         "vocab_size": 50257, "bos": 50256, "layers": "steps", "dim": 768, "head_dim": 128,
         "biases": True, "keep_float32": "head", "document_mask": False, "batch_tokens": 524_288,
-        "seq_len": 1024, "micro_batch": 65_536, "max_document": 2048, "val_tokens": 10_485_760,
+        "seq_len": 1024, "micro_batch": 0, "max_document": 2048, "val_tokens": 10_485_760,
         "val_seq_len": 1024, "val_batch": 65_536, "val_every": 125,
         "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250,
         "cooldown": 0.7, "final_lr": 0.0, "window_block": 0, "val_window": 2560,
@@ -484,7 +488,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         # What records 43 to 89 changed, without their kernels and the gates by token of record 85.
         "record89": {
             "layers": "record89", "stages": "record89", "groups": "record89", "steps": 1285,
-            "batch_tokens": 393_216, "seq_len": 16_384, "micro_batch": 49_152, "matrix_lr": 0.023,
+            "batch_tokens": 393_216, "seq_len": 16_384, "matrix_lr": 0.023,
             "adam_accum_steps": 2, "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
         },
     },
@@ -1627,6 +1631,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
             trainer = Trainer(with_data, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
         raise Refused(str(error)) from error
+    fit_micro_batch(trainer)
     trainer.reset(config.seed)
     return trainer
 

@@ -225,17 +225,20 @@ class TrainLoader(Iterator[list[Batch]]):
         self.end, self.max_documents = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._lengths = [len(shard) for shard in self._shards[: self.end.shard + 1]]
-        self._most_rows = micro_batch // order.seq_len
+        self.most_rows = max(micro_batch // order.seq_len, 1)  # of a micro-batch; see `reset`
         self._seek(Position())
 
     def shares(self, step: int) -> tuple[int, int]:
         """Return (micro-batches, rows of each) of this rank at a step: as few as fit."""
         rows = self.order.at(step)[0] // self._world_size
-        micro_rows = divisors(rows, self._most_rows)[-1]
+        micro_rows = divisors(rows, self.most_rows)[-1]
         return rows // micro_rows, micro_rows
 
     def reset(self, step: int = 0) -> None:
-        """Go back to the first step, or for warm-up read the first shard in this step's order."""
+        """Go back to the first step, or for warm-up read the first shard in this step's order.
+
+        From then on, micro-batches have the rows that `most_rows` allows.
+        """
         self._seek(Position(step))
 
     def _seek(self, position: Position) -> None:

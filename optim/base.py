@@ -9,7 +9,8 @@ and `finish` (receive weights). A guard judges between measure and commit.
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import count
+from functools import partial
+from itertools import count, groupby
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +19,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, in_calls, partition, widest
 from .notice import Notice
-from .options import ANY, require_ranges, require_same, require_steppable
+from .options import ANY, require_no_capture, require_ranges, require_same, require_steppable
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of, require_entries
-from .update import compiled_values, new_values, stack
-
-Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
+from .update import Method, compiled_values, new_values, on_device, sent, update
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -144,6 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._share(parts)
         self.failed = torch.zeros(len(names), dtype=torch.float32, device=first.device)
         self._notice = Notice(self.failed)
+        self._given: tuple[list[bool], Tensor] = [], self.failed  # which have gradients
+        numbers = [part.number for bucket in self.buckets for part in bucket.parts]
+        self._numbers = torch.tensor(numbers, device=first.device)  # parameter of each norm
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -179,8 +181,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             together.setdefault(part.key, []).append(part)
         buckets = []
         for members in together.values():
-            states = self._states(members[0].param, members[0].group)
-            buckets.append(Bucket(members, states, self._limit(members[0].param)))
+            first = members[0]
+            states, limit = self._states(first.param, first.group), self._limit(first.param)
+            buckets += [Bucket(some, states) for some in in_calls(members, limit)]
         self.buckets += buckets
         return buckets
 
@@ -189,8 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _members(self) -> list[tuple[Any, ...]]:
         """What parts are cut by: shapes first, the groups, and how parameters are stored."""
         return [
-            (p.shape, id(group), id(p), p.dtype, p.device, p.is_contiguous())
-            for group in self.param_groups
+            (p.shape, own, id(p), p.dtype, p.device, p.is_contiguous())
+            for group, own in zip(self.param_groups, map(id, self.param_groups), strict=True)
             for p in group["params"]
         ]
 
@@ -248,7 +251,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def require_ready(self) -> None:
-        """ValueError if groups changed after a step, or a setting left its range since the last."""
+        """ValueError if groups changed after a step, or a setting left its range since the last.
+
+        RuntimeError while a CUDA graph is captured.
+        """
+        require_no_capture(type(self).__name__, self._device)
         if not self._follow():
             what = f"groups or parameters of {type(self).__name__} changed after a step"
             fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"
@@ -269,20 +276,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             wait()
         self._waits = []  # what was sent is no longer needed
         squares = torch.zeros(len(self._names), dtype=widest(self._device), device=self._device)
-        for bucket in self.buckets:
-            norms = torch.stack(bucket.norms()).to(squares.dtype)
-            squares.index_add_(0, bucket.numbers[:: bucket.each], norms.square())
-        present = torch.ones_like(squares)
-        for number, param in enumerate(self._names):
-            if param.grad is None:
-                present[number].zero_()  # an assignment would wait for a GPU
+        norms: list[Tensor] = []
+        for wide, alike in groupby(self.buckets, lambda bucket: bucket.wide):
+            found = [gradient for bucket in alike for gradient in bucket.each_gradient()]
+            norms += torch._foreach_norm(found, dtype=wide)
+        if norms:  # a rank may own no part
+            squares.index_add_(0, self._numbers, torch.stack(norms).to(squares.dtype).square())
+        given = [param.grad is not None for param in self._names]
+        if given != self._given[0]:
+            self._given = given, sent(torch.tensor(given), self._device)
+        self._present = self._given[1]  # which parameters have a gradient on any rank
         if self.ranks.size > 1:
-            mine = torch.stack([squares, present])
+            mine = torch.stack([squares, self._present.to(squares.dtype)])
             everyone = mine.new_empty(self.ranks.size, *mine.shape)
             all_gather(everyone.view(-1), mine.view(-1), group=self.ranks.group)
             # Each rank adds in the same order, so that all judge the same bits.
             squares, present = everyone.sum(0)
-        self._present = present > 0  # which parameters have a gradient on any rank
+            self._present = present > 0
         return (squares.sqrt() / self.grad_divisor).float()
 
     def commit(self, ok: Tensor | bool, excess: Tensor | float = 1.0) -> None:
@@ -291,12 +301,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         excess: also divides the gradients, so that their norm does not exceed a guard's `clip`.
         """
         self._gathers: list[Callable[[], Any]] = []
+        self._faults: list[tuple[Tensor, Tensor]] = []  # by matrix: its parameter, 1 if it failed
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
         self.stepped = True
         taken = self._present & ok  # which parameters to step
         divisor = self.grad_divisor * excess
+        self._methods = {bucket: self._method(bucket) for bucket in self.buckets}
+        if self.compiles:
+            self._methods = on_device(self._methods, divisor)
         for bucket in self._local:
             self._step(bucket, taken, divisor)
         for message in self.messages:
@@ -304,6 +318,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in message.buckets:
                 self._step(bucket, taken, divisor)
             self._gathers.append(message.gather(segment))
+        if self._faults:
+            self.failed.index_add_(0, *map(torch.cat, zip(*self._faults, strict=True)))
         if self.ranks.size > 1 and not self.elementwise:
             work = dist.all_reduce(self.failed, group=self.ranks.group, async_op=True)
             self._gathers.append(work.wait)
@@ -324,38 +340,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fix = "if that happens often, give it dtype=torch.float32 or backend='plain'"
         return f"{what}, so its weights stay; {fix}. Said once."
 
+    @property
+    def compiles(self) -> bool:
+        """Whether steps are compiled: as told, else on GPUs. A CPU's would gain little."""
+        return self._device.type == "cuda" if self.compiled is None else self.compiled
+
     def _step(self, bucket: Bucket, taken: Tensor, divisor: Tensor | float) -> None:
         flagged = taken[bucket.numbers]  # of each matrix
         flags: Tensor | None = flagged
-        method, fixed, rates = self._method(bucket)
-        stepped: Callable[..., Any] = new_values
-        # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
-        # that compile to the same calls.
-        if self.compiled or (self.compiled is None and self._device.type == "cuda"):
-            stepped = compiled_values()
-            # As tensors on the device: a new value then needs no new compilation.
-            rates |= {name: bucket.scalar(rate) for name, rate in rates.items() if rate is not None}
-            divisor = bucket.scalar(divisor)
+        method, fixed, rates = self._methods[bucket]
+        values = new_values
+        if self.compiles:
+            values, divisor = compiled_values(), rates.pop("divisor")
         elif self._device.type in READ_AT_ONCE and flagged.all():
             flags = None  # all matrices: nothing has to be copied
-        counter = bucket.state.get("step")
-        for matrices, (gradients, weights, target, state) in bucket.slices():
-            given = fixed | rates
-            if counter is not None:  # the method sees the number of this step
-                given["t"] = counter[matrices] + 1
-            flag = None if flags is None else flags[matrices]
-            stacks = stack(gradients), stack(weights)
-            new, *rest = stepped(method, *stacks, state, flag, divisor, given)
-            fresh, failed = rest[: len(state)], rest[len(state) :]
-            for each in failed:
-                self.failed.index_add_(0, bucket.numbers[matrices], each.to(self.failed.dtype))
-            if target is None:
-                copy_all(weights, new.split([len(part) for part in weights]))
-            else:
-                target.copy_(new)
-            copy_all(state, fresh)
-        if counter is not None:
-            counter += 1 if flags is None else flags.view(counter.shape)
+        failed = update(bucket, partial(values, method), fixed | rates, flags, divisor)
+        self._faults += [(bucket.numbers, each) for each in failed]
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""

@@ -66,6 +66,7 @@ class Part:
 
     def __post_init__(self) -> None:
         self.numel = math.prod(self.shape)
+        self.whole = self.numel == self.param.numel() and not is_sharded(self.param)  # as most are
         self.place = slice(0)  # of its matrices in the stacks of its bucket
         # Parts with one key share a bucket. The rate depends on the shape that is stored.
         self.key: Any = self.shape, tuple(self.param.shape), id(self.group)
@@ -90,6 +91,8 @@ class Part:
 
         Of a sharded one, this rank's shard; it is flat if it is not the whole part.
         """
+        if self.whole:
+            return tensor.detach().reshape(self.shape)
         flat = local(tensor).detach().reshape(-1)
         begin, end = self.position(self.first), self.position(self.first + len(flat))
         offset = self.start - self.first
@@ -112,12 +115,8 @@ class Part:
         return part.view(self.shape) if length == self.numel else part
 
 
-# Gradients and weights of some parts, where new weights go, and state.
-Tensors = tuple[list[Tensor], list[Tensor], Tensor | None, list[Tensor]]
-
-
 class Bucket:
-    """Owned parts of one key. `state` is stacked in the same order, and starts as zeros."""
+    """Owned parts of one key, stepped in one call. `state` is stacked in the same order, from 0."""
 
     # With several ranks, stretches of a message: received gradient sums, new weights to send, and
     # received weights, if they are sharded.
@@ -125,8 +124,8 @@ class Bucket:
     fresh: Tensor | None = None
     old: Tensor | None = None
 
-    def __init__(self, parts: list[Part], states: Mapping[str, State], limit: int):
-        self.parts, self.limit = parts, limit
+    def __init__(self, parts: list[Part], states: Mapping[str, State]):
+        self.parts = parts
         self.param, self.group = parts[0].param, parts[0].group  # one parameter, for its dtype
         self.wide = torch.promote_types(self.param.dtype, torch.float32)
         self.each, *sides = parts[0].shape
@@ -142,34 +141,25 @@ class Bucket:
         numbers = [part.number for part in parts for _ in range(self.each)]
         self.numbers = torch.tensor(numbers, device=self.param.device)  # parameter of each matrix
 
-    def norms(self) -> tuple[Tensor, ...]:
-        """Norm of each part's summed gradient, computed in float32 at least."""
-        if self.sums is not None:
-            return torch._foreach_norm(self.sums.split(self.each), dtype=self.wide)
-        return torch._foreach_norm([part.gradient() for part in self.parts], dtype=self.wide)
+    def gradients(self) -> list[Tensor]:
+        """Summed gradients (n, ...), which `stack` joins."""
+        return [part.gradient() for part in self.parts] if self.sums is None else [self.sums]
 
-    def scalar(self, value: Any) -> Tensor:
-        """A number as a tensor on the device, as which it may change without a compilation."""
-        if isinstance(value, Tensor) and value.device == self.param.device:
-            return value.to(self.wide)
-        return torch.full((), value, dtype=self.wide, device=self.param.device)
+    def each_gradient(self) -> Iterable[Tensor]:
+        """Summed gradient of each part."""
+        return self.gradients() if self.sums is None else self.sums.split(self.each)
 
-    def slices(self) -> Iterator[tuple[slice, Tensors]]:
-        """Yield (matrices, tensors) of each call, of at most `limit` elements or one part."""
-        calls = -(-len(self.parts) // max(1, self.limit // self.parts[0].numel))
-        count = -(-len(self.parts) // calls)  # alike, as each shape is compiled
-        for first in range(0, len(self.parts), count):
-            parts = self.parts[first : first + count]
-            matrices = slice(parts[0].place.start, parts[-1].place.stop)
-            yield matrices, self._tensors(parts, matrices)
+    def weights(self) -> list[Tensor]:
+        """Weights (n, ...), which `stack` joins."""
+        return [part.weight() for part in self.parts] if self.old is None else [self.old]
 
-    def _tensors(self, parts: list[Part], matrices: slice) -> Tensors:
-        def cut(received: Tensor | None, own: Callable[[Part], Tensor]) -> list[Tensor]:
-            return [own(part) for part in parts] if received is None else [received[matrices]]
 
-        target = None if self.fresh is None else self.fresh[matrices]
-        state = [self.state[name][matrices] for name in self.state if name != "step"]
-        return cut(self.sums, Part.gradient), cut(self.old, Part.weight), target, state
+def in_calls(parts: list[Part], limit: int) -> Iterator[list[Part]]:
+    """Parts of one key, cut into equal lists of at most `limit` elements or one part."""
+    calls = -(-len(parts) // max(1, limit // parts[0].numel))
+    count = -(-len(parts) // calls)  # alike, as each shape is compiled
+    for first in range(0, len(parts), count):
+        yield parts[first : first + count]
 
 
 class Message:
@@ -241,9 +231,14 @@ class Message:
         return write
 
 
-def local(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
     """This rank's shard of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:

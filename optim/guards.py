@@ -4,7 +4,7 @@ Its decision is a flag on the device: the optimizers select new or old values by
 later what happened. Only torch's own optimizers wait for the flag.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from .base import ShardedOptimizer
 from .buckets import READ_AT_ONCE, widest
 from .state import names_of, params_of
 from .torch_optimizer import TorchOptimizer
+from .update import compiled
 
 TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
 
@@ -103,12 +104,16 @@ class Guard:
         # Whether the gradients that an optimizer sums over several steps contain those of a
         # skipped step.
         self._spoiled = torch.zeros(count, dtype=torch.bool, device=self._device)
-        self._spikes = None if self.spike is None else Spikes(self.spike, 1 + count, self._device)
+        values = (1 + count, 0 if self.spike is None else self.spike.window)
+        self._windows = None if self.spike is None else Windows(
+            torch.full(values, torch.nan, dtype=torch.float32, device=self._device),
+            *torch.zeros(2, 1 + count, dtype=torch.int64, device=self._device),
+        )  # fmt: skip
 
     def forget(self) -> None:
         """Judge no spikes until the windows are filled anew: what is normal changes with a step."""
-        if self._spikes is not None:
-            self._spikes.window.fill_(torch.nan)
+        if self._windows is not None:
+            self._windows.values.fill_(torch.nan)
 
     def divide_by(self, grad_divisor: float) -> None:
         """From the next step on, divide summed gradients by this number."""
@@ -146,59 +151,33 @@ class Guard:
             self._parts[number].require_ready()
         self._follow()
         norms = self.measure(numbers)
-        totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
-        ok, verdict = self.judge(numbers, norms, totals, loss)
-        self.commit(numbers, ok, self._excess(totals))
-        for number, spoiled in enumerate(self._spoiled):
-            spoiled.copy_((spoiled | ~ok) & (number not in numbers))
-        return torch.cat([verdict, self._failures(numbers)])
+        # Summed here: compiled sums may take another order on each rank.
+        totals = torch.stack(torch._foreach_norm(norms))
+        if loss is not None:
+            loss = loss.to(self._device, torch.float32)
+        excess = self._excess(totals)
+        compiles = any(getattr(part, "compiles", False) for part in self._parts)
+        ok, verdict, self._spoiled, self._windows = (compiled(judge) if compiles else judge)(
+            numbers, norms, totals, loss, self._spoiled, self._windows,
+            rule=self.spike, nonfinite=self.nonfinite,
+        )  # fmt: skip
+        self.commit(numbers, ok, excess)
+        return torch.cat([verdict, *self._of_each(numbers, lambda part: part.failed)])
+
+    def _of_each(self, numbers: Sequence[int], find: Callable[[Any], Tensor]) -> list[Tensor]:
+        """Numbers (parameters,) of each optimizer; zeros if it is left out."""
+        return [
+            find(part) if number in numbers else torch.zeros(
+                len(params_of(self.optimizers[number])), dtype=torch.float32, device=self._device
+            )
+            for number, part in enumerate(self._parts)
+        ]  # fmt: skip
 
     def measure(self, numbers: Sequence[int]) -> list[Tensor]:
         """Gradient norms (parameters,) of each optimizer over all ranks; zeros if left out."""
         for number in numbers:  # all messages leave before the first is waited for
             self._parts[number].launch()
-        counts = map(len, map(names_of, self.optimizers))
-        norms = [torch.zeros(count, device=self._device).float() for count in counts]
-        for number in numbers:
-            norms[number] = self._parts[number].measure()
-        return norms
-
-    def judge(
-        self, numbers: Sequence[int], norms: list[Tensor], totals: Tensor, loss: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Whether to take the step, and the verdict (3 + optimizers,) but for what `commit` finds.
-
-        It is code, value, first bad gradient, and the norm of each optimizer's gradient.
-        """
-        gradients = torch.cat(norms)
-        # A spoiled sum holds gradients of an earlier, skipped step.
-        stale = torch.cat([s.expand_as(n) for s, n in zip(self._spoiled, norms, strict=True)])
-        bad = ~gradients.square().isfinite() & ~stale
-        first = bad.to(torch.int8).argmax()  # torch has no argmax of bool
-        nonfinite = bad.any() & self.nonfinite
-        ok, value = ~nonfinite, pick(gradients, first)
-        if self._spikes is not None:
-            values, present = self._watched(numbers, totals, loss)
-            spikes = self._spikes.judge(values, present, nonfinite)
-            ok = ~(nonfinite | spikes.any())
-            value = torch.where(nonfinite, value, pick(values, spikes.to(torch.int8).argmax()))
-        code = torch.where(nonfinite, NONFINITE, torch.where(ok, TAKEN, SPIKE))
-        parts = (code, value, first, *totals)
-        return ok, torch.stack([part.to(widest(self._device)) for part in parts])
-
-    def _watched(
-        self, numbers: Sequence[int], totals: Tensor, loss: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
-        low = torch.full_like(totals[0], -torch.inf)  # is no spike
-        values, judged = [low], [torch.full_like(low, loss is not None, dtype=torch.bool)]
-        if loss is not None:
-            given = loss.to(self._device, torch.float32)
-            values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf would pass as low
-        for number, (total, spoiled) in enumerate(zip(totals, self._spoiled, strict=True)):
-            values.append(torch.where(spoiled, low, total))
-            judged.append(~spoiled & (number in numbers))
-        return torch.stack(values), torch.stack(judged)
+        return self._of_each(numbers, lambda part: part.measure())
 
     def _excess(self, totals: Tensor) -> Tensor | float:
         """How many times the norm of all gradients of this step exceeds `clip`, at least 1."""
@@ -210,27 +189,17 @@ class Guard:
         return excess.item() if self._device.type in READ_AT_ONCE else excess
 
     def commit(self, numbers: Sequence[int], ok: Tensor, excess: Tensor | float) -> None:
-        """Let the optimizers step if `ok` is true, and drop sums with a skipped step in them."""
+        """Let the optimizers step where `ok` (optimizers,) is true."""
         for number in numbers:
-            self._parts[number].step(ok=ok & ~self._spoiled[number], excess=excess)
+            self._parts[number].step(ok=ok[number], excess=excess)
         for number in numbers:  # the update of one overlaps the messages of the others
             self._parts[number].finish()
-
-    def _failures(self, numbers: Sequence[int]) -> Tensor:
-        """How many matrices failed to step, and the first parameter with one (2,)."""
-        counts = map(len, map(names_of, self.optimizers))
-        failed = [torch.zeros(count, device=self._device).float() for count in counts]
-        for number in numbers:
-            failed[number] = self._parts[number].failed
-        each = torch.cat(failed)
-        found = each.sum(), each.gt(0).to(torch.int8).argmax()  # torch has no argmax of bool
-        return torch.stack([value.to(widest(self._device)) for value in found])
 
     # ---- read afterwards
 
     def taken(self) -> Tensor:
         """The verdict of a step that was taken and had no gradients."""
-        size = 3 + len(self._parts) + 2
+        size = 3 + len(self._parts) + sum(map(len, map(params_of, self.optimizers)))
         return torch.zeros(size, dtype=widest(self._device), device=self._device)
 
     def explain(self, verdict: Tensor) -> Skip | None:
@@ -247,15 +216,16 @@ class Guard:
 
     def gradient_norms(self, verdict: Tensor) -> list[float]:
         """Norm of each optimizer's gradient; 0 if it was left out. Waits for the device."""
-        return verdict[3:-2].tolist()
+        return verdict[3 : 3 + len(self._parts)].tolist()
 
     def held(self, verdict: Tensor) -> Held | None:
         """Matrices whose orthogonalization was not finite, or None. Waits for the device.
 
         Their weights and NorMuon's variance keep every bit; the momentum has the gradient.
         """
-        count, number = map(int, verdict[-2:].tolist())
-        return Held(count, self._name(number)) if count else None
+        failed = verdict[3 + len(self._parts) :].tolist()  # matrices of each parameter
+        first = next((number for number, count in enumerate(failed) if count), None)
+        return None if first is None else Held(int(sum(failed)), self._name(first))
 
     def describe(self) -> str:
         """What each optimizer steps and costs, and what is guarded."""
@@ -282,9 +252,9 @@ class Guard:
 
     def _state(self) -> dict[str, Tensor]:
         state = {"spoiled": self._spoiled}
-        if self._spikes is not None:
-            state["window"], state["entered"] = self._spikes.window, self._spikes.entered
-            state["spikes_in_a_row"] = self._spikes.in_a_row
+        if self._windows is not None:
+            names = "window", "entered", "spikes_in_a_row"
+            state |= zip(names, self._windows, strict=True)
         return state
 
 
@@ -302,54 +272,94 @@ def one_number(loss: Tensor | float) -> Tensor:
     return given.reshape(())
 
 
-# ---- Spikes
+# ---- The judge. A GPU runs it compiled, so it writes to no input: see `new_values`.
 
 
-class Spikes:
-    """The windows of a loss (value 0) and of norms (the other values); NaN: an empty place."""
+class Windows(NamedTuple):
+    """The latest accepted values of a loss (row 0) and of norms (the other rows)."""
 
-    def __init__(self, rule: SpikeRule, values: int, device: torch.device):
-        self.rule = rule
-        self.window = torch.full((values, rule.window), torch.nan, device=device).float()
-        self.entered = torch.zeros(values, dtype=torch.int64, device=device)
-        self.in_a_row = torch.zeros(values, dtype=torch.int64, device=device)
+    values: Tensor  # (rows, window) float32; NaN: an empty place
+    entered: Tensor  # (rows,) int64: how many values came in so far
+    in_a_row: Tensor  # (rows,) int64: the latest values that were spikes
 
-    def judge(self, values: Tensor, present: Tensor, fault: Tensor) -> Tensor:
-        """Which of the `present` values are spikes (values,). Sound values then enter the windows.
 
-        fault: whether the step is skipped anyway.
-        """
-        # Norms have a long upper tail; their logarithms hardly have one.
-        values = torch.cat([values[:1], values[1:].clamp_min(0).log()])
-        finite = values.isfinite()
-        unsound = values.isnan() | (values == torch.inf)
-        over = present & ~(values <= self.limits())
-        restart = over & finite & (self.in_a_row >= self.rule.patience)
-        spikes = (present & unsound) | (over & ~restart)
-        ended = torch.where(present, 0, self.in_a_row)
-        self.in_a_row.copy_(torch.where(spikes, self.in_a_row + 1, ended))
-        # Spikes would widen the window, so values of skipped steps do not enter it.
-        self.enter(values, present & finite & ~(spikes.any() | fault), restart)
-        return spikes
+def judge(
+    numbers: Sequence[int], norms: list[Tensor], totals: Tensor, loss: Tensor | None,
+    spoiled: Tensor, windows: Windows | None, *, rule: SpikeRule | None, nonfinite: bool,
+) -> tuple[Tensor, Tensor, Tensor, Windows | None]:  # fmt: skip
+    """Whether each optimizer may step (optimizers,), the verdict, and `spoiled` and windows then.
 
-    def limits(self) -> Tensor:
-        """The largest values (values,) that are not spikes; infinite while nothing is judged."""
-        filled = ~self.window.isnan()
-        count = filled.sum(dim=1, keepdim=True)
-        centre = lower_median(self.window, filled, count)
-        mad = lower_median((self.window - centre).abs(), filled, count)
-        least = torch.full_like(centre, self.rule.least_log_spread)
-        least[:1] = self.rule.least_spread * centre[:1].abs()
-        limits = centre + self.rule.sigma * torch.maximum(1.4826 * mad, least)
-        return torch.where(count >= self.rule.start, limits, torch.inf).squeeze(1)
+    numbers: of the optimizers that are to step. norms: gradient norms (parameters,) of each,
+    totals (optimizers,): of all its parameters. The verdict (3 + optimizers,) is code, value, first
+    bad gradient, and totals; `Guard.step` adds how many matrices of each parameter failed to step.
+    """
+    gradients = torch.cat(norms)
+    # A spoiled sum holds gradients of an earlier, skipped step. It is dropped.
+    stale = torch.cat([s.expand_as(n) for s, n in zip(spoiled, norms, strict=True)])
+    bad = ~gradients.square().isfinite() & ~stale
+    first = bad.to(torch.int8).argmax()  # torch has no argmax of bool
+    fault = bad.any() & nonfinite
+    ok, value = ~fault, pick(gradients, first)
+    if windows is not None and rule is not None:
+        values, present = watched(numbers, totals, loss, spoiled)
+        spikes, windows = find_spikes(rule, windows, values, present, fault)
+        ok = ~(fault | spikes.any())
+        value = torch.where(fault, value, pick(values, spikes.to(torch.int8).argmax()))
+    code = torch.where(fault, NONFINITE, torch.where(ok, TAKEN, SPIKE))
+    verdict = torch.stack([each.to(widest(ok.device)) for each in (code, value, first, *totals)])
+    spoils = [(each | ~ok) & (number not in numbers) for number, each in enumerate(spoiled)]
+    return ok & ~spoiled, verdict, torch.stack(spoils), windows
 
-    def enter(self, values: Tensor, wanted: Tensor, restart: Tensor) -> None:
-        """Add the wanted values, after emptying the windows that restart."""
-        self.window.masked_fill_(restart.unsqueeze(1), torch.nan)
-        place = torch.arange(self.rule.window, device=values.device)
-        here = (place == (self.entered % self.rule.window).unsqueeze(1)) & wanted.unsqueeze(1)
-        torch.where(here, values.unsqueeze(1), self.window, out=self.window)
-        self.entered += wanted
+
+def watched(
+    numbers: Sequence[int], totals: Tensor, loss: Tensor | None, spoiled: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
+    low = torch.full_like(totals[0], -torch.inf)  # is no spike
+    values, judged = [low], [torch.full_like(low, loss is not None, dtype=torch.bool)]
+    if loss is not None:
+        values[0] = torch.where(loss.isfinite(), loss, loss.abs())  # -inf would pass as low
+    for number, (total, stale) in enumerate(zip(totals, spoiled, strict=True)):
+        values.append(torch.where(stale, low, total))
+        judged.append(~stale & (number in numbers))
+    return torch.stack(values), torch.stack(judged)
+
+
+def find_spikes(
+    rule: SpikeRule, windows: Windows, values: Tensor, present: Tensor, fault: Tensor
+) -> tuple[Tensor, Windows]:
+    """Which of the `present` values are spikes (values,), and the windows with the sound values.
+
+    fault: whether the step is skipped anyway.
+    """
+    # Norms have a long upper tail; their logarithms hardly have one.
+    values = torch.cat([values[:1], values[1:].clamp_min(0).log()])
+    finite = values.isfinite()
+    unsound = values.isnan() | (values == torch.inf)
+    over = present & ~(values <= limits(rule, windows.values))
+    restart = over & finite & (windows.in_a_row >= rule.patience)
+    spikes = (present & unsound) | (over & ~restart)
+    ended = torch.where(present, 0, windows.in_a_row)
+    in_a_row = torch.where(spikes, windows.in_a_row + 1, ended)
+    # Spikes would widen the window, so values of skipped steps do not enter it.
+    wanted = present & finite & ~(spikes.any() | fault)
+    emptied = windows.values.masked_fill(restart.unsqueeze(1), torch.nan)
+    place = torch.arange(rule.window, device=values.device)
+    here = (place == (windows.entered % rule.window).unsqueeze(1)) & wanted.unsqueeze(1)
+    entered = torch.where(here, values.unsqueeze(1), emptied)
+    return spikes, Windows(entered, windows.entered + wanted, in_a_row)
+
+
+def limits(rule: SpikeRule, window: Tensor) -> Tensor:
+    """The largest values (values,) that are not spikes; infinite while nothing is judged."""
+    filled = ~window.isnan()
+    count = filled.sum(dim=1, keepdim=True)
+    centre = lower_median(window, filled, count)
+    mad = lower_median((window - centre).abs(), filled, count)
+    low = rule.least_spread * centre[:1].abs()
+    least = torch.cat([low, torch.full_like(centre[1:], rule.least_log_spread)])
+    limits = centre + rule.sigma * torch.maximum(1.4826 * mad, least)
+    return torch.where(count >= rule.start, limits, torch.inf).squeeze(1)
 
 
 def lower_median(values: Tensor, filled: Tensor, count: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .buckets import READ_AT_ONCE
@@ -69,3 +70,13 @@ def require_steppable(name: str, param: Tensor) -> None:
     if not param.is_contiguous():
         fix = "undo channels_last, or build it from .contiguous()"
         raise ValueError(f"parameter {name} is not contiguous; {fix}")
+
+
+def require_no_capture(what: str, device: torch.device) -> None:
+    """RuntimeError while a CUDA graph is captured: a replay would repeat its rates and its state.
+
+    A step reads rates of the host and puts new state tensors in the place of the old.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        fix = "capture the model alone and call step outside the graph"
+        raise RuntimeError(f"a step of {what} cannot be captured in a CUDA graph; {fix}")

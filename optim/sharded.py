@@ -14,14 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import Message, Part, RankGroup, copy_all
+from .buckets import Message, Part, RankGroup, copy_all, is_sharded
 
 Pieces = list[list[Tensor]]  # flat tensors for each rank, or from each rank
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "to_local")
 
 
 def shard_length(param: Tensor, ranks: int) -> int:

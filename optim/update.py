@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buckets import Bucket, copy_all
+
+# A method on stacks of parts, its fixed options, and its rates, which may change at every step.
+Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]
+
 
 def new_values(
     method: Callable[..., tuple[Tensor, ...]], gradients: Tensor, weights: Tensor,
     state: list[Tensor], taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """New weights and state by a method on stacks, and which matrices it failed to step (k,).
+    """New weights and state by a method on stacks, and 1 for each matrix it failed to step (k,).
 
     taken: a flag for each matrix; where it is false, old values stay. A method updates state in
     place: with `taken` a copy, without it the state itself if that has the computation's dtype,
@@ -35,14 +40,15 @@ def new_values(
         sound = finite(new[0])
         if taken is None and sound.all():
             return new
-        failed = [~sound & finite(moving[0] if moving else sums)]
-        new = torch.where(failed[0].view(-1, 1, 1), weights.to(wide), new[0]), *new[1:]
+        faulty = ~sound & finite(moving[0] if moving else sums)
+        new = torch.where(faulty.view(-1, 1, 1), weights.to(wide), new[0]), *new[1:]
+        failed = [(faulty if taken is None else faulty & taken).float()]
     if taken is None:
         return *new, *failed
     flag = taken.view(-1, *[1] * (weights.ndim - 1))
     pairs = zip(new, old, strict=True)
     new = tuple(torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs)
-    return *new, *(each & taken for each in failed)
+    return *new, *failed
 
 
 def finite(matrices: Tensor) -> Tensor:
@@ -51,13 +57,75 @@ def finite(matrices: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled_values() -> Callable[..., Any]:
-    """`new_values`, compiled once for each kind of bucket; torch's own limit would be 8 graphs.
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled once for each kind of arguments; torch's own limit would be 8 graphs.
 
-    If compiling fails, the compiler logs why and the function stays eager.
+    If compiling fails, the compiler logs why and the function stays eager. Trap: see `new_values`.
     """
     settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
-    return settings(torch.compile(new_values, dynamic=False))
+    return settings(torch.compile(function, dynamic=False))
+
+
+def compiled_values() -> Callable[..., Any]:
+    """`new_values`, compiled once for each kind of bucket."""
+    return compiled(new_values)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. From pinned memory the copy does not wait for a GPU."""
+    cuda = device.type == "cuda"
+    return (tensor.pin_memory() if cuda else tensor).to(device, non_blocking=cuda)
+
+
+def on_device(methods: dict[Bucket, Method], divisor: Tensor | float) -> dict[Bucket, Method]:
+    """Methods whose rates, and the divisor as one of them, are tensors () on the device.
+
+    New values then need no new compilation. All numbers of the host travel in one copy.
+    """
+    found: dict[Bucket, Method] = {}
+    host: dict[tuple[Bucket, str], float] = {}
+    for bucket, (method, fixed, rates) in methods.items():
+        found[bucket] = method, fixed, {}
+        for name, rate in (rates | {"divisor": divisor}).items():
+            if isinstance(rate, Tensor) and rate.device == bucket.param.device:
+                found[bucket][2][name] = rate.to(bucket.wide)  # to read it would be a wait
+            elif rate is None:
+                found[bucket][2][name] = None
+            else:
+                host[bucket, name] = float(rate)
+    for wide in {bucket.wide for bucket, _ in host}:
+        some = {key: rate for key, rate in host.items() if key[0].wide == wide}
+        # A compiled kernel expects inputs at multiples of 16 bytes: four elements for a number.
+        rows = torch.tensor([[rate] * 4 for rate in some.values()], dtype=wide)
+        rows = sent(rows, next(iter(some))[0].param.device)
+        for (bucket, name), row in zip(some, rows[:, 0].unbind(), strict=True):
+            found[bucket][2][name] = row
+    return found
+
+
+def update(
+    bucket: Bucket, values: Callable[..., Any], given: dict[str, Any],
+    taken: Tensor | None, divisor: Tensor | float,
+) -> list[Tensor]:  # fmt: skip
+    """Step a bucket by `new_values` of a method, compiled or not. Returns what failed, if known."""
+    counter, weights = bucket.state.get("step"), bucket.weights()
+    if counter is not None:  # the method sees the number of this step
+        given["t"] = counter + 1
+    state = {name: tensor for name, tensor in bucket.state.items() if name != "step"}
+    stacks = stack(bucket.gradients()), stack(weights)
+    new, *rest = values(*stacks, [*state.values()], taken, divisor, given)
+    fresh, failed = rest[: len(state)], rest[len(state) :]
+    if bucket.fresh is None:
+        copy_all(weights, new.split(bucket.each))
+    else:
+        bucket.fresh.copy_(new)
+    if taken is None:
+        copy_all([*state.values()], fresh)
+    else:
+        bucket.state.update(zip(state, fresh, strict=True))  # new tensors: nothing to copy
+    if counter is not None:
+        counter += 1 if taken is None else taken.view(counter.shape)
+    return failed
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

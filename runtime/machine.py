@@ -256,6 +256,24 @@ def peak_mib(machine: Machine) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that this process could still allocate on a GPU; None: unknown, on other devices."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Bytes of a GPU that `run()` takes at its peak, beyond those allocated before."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)  # `peak_mib` is of the run alone
+    return peak - before
+
+
 def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
     """Return versions and hardware for the log's header. The host's name is hashed."""
     cuda = machine.device.type == "cuda"

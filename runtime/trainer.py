@@ -58,6 +58,8 @@ class Config(Protocol):
     @property
     def bos(self) -> int: ...
     @property
+    def micro_batch(self) -> int: ...
+    @property
     def adam_accum_steps(self) -> int: ...
 
 
@@ -83,6 +85,8 @@ class Position(Protocol):
 
 class TrainData(Protocol):
     """Yields the micro-batches of each step."""
+
+    most_rows: int  # sequences of a micro-batch, at most; `reset` makes it hold
 
     @property
     def places(self) -> Mapping[int, Mapping[str, object]]: ...  # by step: where it was read

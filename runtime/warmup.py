@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.checks import sees_no_future
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.machine import first_line, out_of_memory, peak_mib
+from runtime.machine import first_line, free_bytes, out_of_memory, peak_bytes, peak_mib
 from runtime.trainer import Trainer
 
 TIMED_STEPS = 40  # in all stages, to know how long a run takes
@@ -96,15 +96,49 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
 
 def try_largest_micro_batch(trainer: Trainer) -> None:
     """Run what needs most memory in training: the largest micro-batch, with gradients present."""
+    for _ in range(2):
+        train_on_largest_micro_batch(trainer)
+
+
+def train_on_largest_micro_batch(trainer: Trainer) -> None:
+    """A forward and backward pass of the largest micro-batch of all stages."""
     train = trainer.data.train
     firsts = [first for first, *_ in trainer.changes]
     step = max(firsts, key=lambda step: (train.shares(step)[1], trainer.data.longest(step)))
     trainer.set_step(step)
     train.reset(step)
-    batch = next(train)[0]
-    for _ in range(2):
-        train_loss, _ = trainer.losses(batch)
-        train_loss.backward()
+    train_loss, _ = trainer.losses(next(train)[0])
+    train_loss.backward()
+
+
+# Of the free memory, what activations of the eager model may take. The compiled model has needed
+# less on the only GPU that was measured; blocks of other sizes leave gaps.
+USABLE = 0.9
+
+
+def fit_micro_batch(trainer: Trainer) -> None:
+    """Under --micro-batch 0, make micro-batches as large as the GPU's memory allows.
+
+    Losses then differ by rounding alone. Tries each number of sequences that divides a step, as
+    long as activations in proportion to those of the last one must fit. Leaves gradients.
+    """
+    config, machine, train = trainer.config, trainer.machine, trainer.data.train
+    most = max(math.prod(train.shares(first)) for first, *_ in trainer.changes)  # of a rank
+    if config.micro_batch or most == 1 or free_bytes(machine.device) is None:
+        return
+    train_on_largest_micro_batch(trainer)  # so that gradients and the kernels' workspaces exist
+    free = free_bytes(machine.device) or 0
+    rows = needed = 0
+    for more in (size for size in range(1, most + 1) if most % size == 0):
+        if rows and needed * more / rows > USABLE * free:
+            break
+        rows, train.most_rows = more, more
+        needed = peak_bytes(machine.device, lambda: train_on_largest_micro_batch(trainer))
+    train.most_rows = min(machine.gather(rows))
+    machine.say(
+        f"micro-batch: {train.most_rows * config.seq_len:,} tokens fit; activations take "
+        f"{needed / 2**30:.1f} of {free / 2**30:.1f} GiB (--micro-batch N overrides)"
+    )
 
 
 def rehearse(trainer: Trainer) -> None:
