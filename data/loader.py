@@ -301,7 +301,7 @@ def validation_tokens(files: Files, tokens: int) -> Tokens:
     if len(stream) <= tokens:
         raise ShardError(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
-            f"{len(stream):,}. Lower --val-tokens, or add shards."
+            f"{len(stream):,}. Score fewer tokens, or add shards."
         )
     return stream
 

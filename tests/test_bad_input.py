@@ -46,7 +46,7 @@ def assert_refused(outcome, *parts):
     ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
     ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
     ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
-    ("val_tokens", 2**20, ["1,048,577", "Lower --val-tokens, or add shards"]),
+    ("val_tokens", 2**20, ["1,048,577", "Score fewer tokens, or add shards"]),
     ("steps", 1000, ["after 46 steps", "at most 46"]),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):

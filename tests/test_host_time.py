@@ -111,7 +111,7 @@ def test_the_compiled_judge_is_the_eager_one_and_writes_to_no_input(only, monkey
         params, optimizers = model(compiled=compiled)
         guard, told = Guard(optimizers, spike=RULE, clip=1.0), []
         for step in range(14):
-            give_gradients(params, step)
+            give_gradients(params.values(), step)
             if step in (5, 9):
                 FAULTS["nan"](params["normuon.1"].grad)
             loss = torch.tensor(30.0 if step in (6, 11, 12, 13) else 3.0 + step % 3 / 100)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_model import SEQUENCE, small
-from small_run import run, write_data
-from stub_trainer import logs_of, read_events, signal_after
+from small_run import logs_of, read_events, run, signalled, write_data
 from test_model import batch, build, gradients
 
 from data.loader import divisors
@@ -104,8 +103,8 @@ def data(tmp_path_factory):
 
 def test_a_run_resumes_where_another_micro_batch_fits(data, tmp_path, monkeypatch):
     settings = {"micro_batch": 0, "checkpoint_every": 0}
-    with signal_after(6, signal.SIGTERM):
-        assert run(data, tmp_path, **settings).code == 128 + signal.SIGTERM
+    stopped = {6: signalled(signal.SIGTERM)}
+    assert run(data, tmp_path, stopped, **settings).code == 128 + signal.SIGTERM
     monkeypatch.setattr(warmup, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(warmup, "peak_bytes", lambda device, run: run() or 1)
     outcome = run(data, tmp_path, resume="auto", **settings)
