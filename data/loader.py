@@ -164,7 +164,10 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
     if order.bos is not None:
         longest = order.at(step)[1]
         rule = f"documents that begin with {order.bos}, cut after {longest:,} tokens or a row's end"
-    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens"
+    # Fewer steps compress the stages, so batches grow earlier: count the largest.
+    rows = sum(order.at(each)[0] for each in range(step))
+    most = rows // max(each.batch_tokens // order.seq_len for each in order.readings)
+    fix = f"Set --steps to at most {most:,}" if most else "Lower --batch-tokens"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
 

@@ -279,7 +279,9 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
             read += slow_steps(shards[:1], replace(order, readings=later))
         most = max([len(lengths) for step in read for _, lengths in step], default=0)
         assert most <= loader.max_documents <= most + 1  # the last piece may be only a target
-        fix = f"Set --steps to at most {len(expected):,}" if expected else "Lower --batch-tokens"
+        largest = max(each.batch_tokens for each in order.readings) // order.seq_len
+        fits = sum(map(len, expected)) // largest
+        fix = f"Set --steps to at most {fits:,}," if fits else "Lower --batch-tokens"
         message = f"data end after {len(expected):,} steps: .*{fix}"
         with pytest.raises(ShardError, match=message):
             make(files, order, len(expected) + 1)

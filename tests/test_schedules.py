@@ -1,16 +1,20 @@
 """Schedules at their corners, rotary tables, and the step that each parameter takes."""
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, configure, make_model, small
 
 import optim
 import train_gpt
+from data.loader import Order, plan_run
+from data.shards import Shard, ShardError, write_shard
 from runtime.errors import Refused
 from train_gpt import Trainer, make_optimizers, schedule, set_rates, stretches
 
@@ -265,3 +269,20 @@ def test_fractions_of_a_table_add_up_to_1_and_nothing_comes_after_an_extension(s
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
     assert not any(stage.extension for stage in stages[:-1])
+
+
+@pytest.mark.parametrize("recipe", ["record89", "muon"])  # with a batch that grows, and without
+def test_the_number_of_steps_that_an_error_names_fits_the_data(recipe, tmp_path):
+    config = configure("small", recipe)
+    write_shard(tmp_path / "train.bin", np.tile([config.bos, *range(299)], 500).astype(np.uint16))
+    shards = [Shard(tmp_path / "train.bin")]
+
+    def plan(steps):
+        readings = train_gpt.readings(replace(config, steps=steps))
+        return plan_run(shards, Order(config.seq_len, config.bos, readings), steps)
+
+    with pytest.raises(ShardError) as refused:
+        plan(config.steps)
+    named = re.search(r"Set --steps to at most (\d+),", str(refused.value))
+    assert named
+    plan(int(named[1]))
