@@ -126,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     track = "small" if given.vocab_size == 2048 else "short"
     print(f'to train on it: ./run.sh --track {track} --data-dir {given.out} --val-sha256 ""')
+    print("a text below 4 million tokens needs fewer: add --steps 10 --val-tokens 8192, then more")
     return 0
 
 
