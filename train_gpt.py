@@ -49,6 +49,7 @@ from data.shards import ShardError, audit
 from data.stand_in import data_or_stand_in
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
+from kernels.counts import NgramCounts
 from kernels.eager import rms_norm, squared_relu
 from kernels.head import (
     HEADS,
@@ -212,7 +213,7 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
         Group("blocks.*.attention.*gate", "matrix"),
         Group("blocks.*.mlp.up", "matrix", lr_mul=2.0),
         Group("blocks.*.mlp.down", "matrix"),
-        Group("smear_gate", "matrix"),
+        Group("smear_gate count_gate", "matrix"),
         # At adam_lr 0.008: 0.6 for lookup tables, 0.04 for scalars.
         Group("embed value_embeds.* bigram", "adam", 75.0, 75.0, (0.65, 0.95)),
         Group("lm_head *own_value", "adam", 1.0, 1.0, (0.65, 0.95)),
@@ -225,7 +226,7 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
         Group("blocks.*.attention.qkvo", "matrix", split="head pairs v o"),
         Group("blocks.*.mlp.up", "matrix", 2.0, 2.0),
         Group("blocks.*.mlp.down", "matrix", 4.0, 4.0),
-        Group("blocks.*.attention.*gate smear_gate", "adam", 1.0, 1.0, (0.9, 0.99)),
+        Group("blocks.*.attention.*gate smear_gate count_gate", "adam", 1.0, 1.0, (0.9, 0.99)),
         Group("embed", "adam", 1.0, 150.0, (0.5, 0.95)),
         Group("value_embeds.* bigram", "adam", 75.0, 28_125.0, (0.75, 0.95)),
         Group("blocks.*.attention.own_value", "adam", 1.0, 1.0, (0.5, 0.95)),
@@ -239,7 +240,7 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
         Group("blocks.*.attention.qkvo", "matrix", split="head pairs v o"),
         Group("blocks.*.mlp.up", "matrix"),
         Group("blocks.*.mlp.down", "matrix", 4.0, 4.0),
-        Group("blocks.*.attention.*gate smear_gate", "adam", 1.0, 1.0, (0.9, 0.99)),
+        Group("blocks.*.attention.*gate smear_gate count_gate", "adam", 1.0, 1.0, (0.9, 0.99)),
         Group("embed", "adam", 1.0, 150.0, (0.5, 0.95)),
         Group("value_embeds.*", "adam", 150.0, 28_125.0, (0.75, 0.95)),
         Group("bigram", "rows", 150.0, 28_125.0),
@@ -251,7 +252,7 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
     ],
     "adamw": [
         Group("blocks.*.attention.qkvo", "matrix"),
-        Group("blocks.*.attention.*gate smear_gate", "matrix"),
+        Group("blocks.*.attention.*gate smear_gate count_gate", "matrix"),
         Group("blocks.*.mlp.up blocks.*.mlp.down", "matrix"),
         Group("embed", "adam", 40.0, 40.0, (0.65, 0.95)),
         Group("value_embeds.* bigram", "adam", 75.0, 75.0, (0.65, 0.95)),
@@ -329,6 +330,9 @@ class Config(RunSettings):
     key_offset: bool = setting(True, "long layers: take half of each key from the token before")
     bigram_rows: float = setting(192.0, "rows of the n-gram table for each token; 0: no table")
     ngrams: int = setting(3, "longest n-gram in that table; 2: only bigrams", at_least=2, at_most=4)
+    counted_ngrams: int = setting(
+        5, "longest n-gram whose counts are mixed with the softmax; 0: none", at_most=16
+    )
     bigram_signs: bool = setting(True, "multiply bigram embeddings by random signs")
     xsa: bool = setting(True, "subtract from attention a fraction along the token's own value")
     zero_output: bool = setting(False, "begin with attention outputs of 0")
@@ -401,6 +405,14 @@ class Config(RunSettings):
         value_tables = {layer.value_embed for layer in layers} - {None}
         if value_tables != set(range(len(value_tables))):
             raise refusal(self, "layers", "a table whose value_embed are 0, 1, 2 and so on")
+        if self.counted_ngrams:
+            if self.counted_ngrams < 2:
+                raise refusal(self, "counted_ngrams", "0, or 2 and more")
+            if self.loss_kernel != "plain":
+                raise refusal(self, "loss_kernel", "plain, as --counted-ngrams mixes probabilities")
+            if self.prefixes or any(stage.mtp_weights for stage in STAGES[self.stages]):
+                why = "a loss on later tokens or prefixes has no counts"
+                raise refusal(self, "counted_ngrams", f"0: {why}")
         for index, stage in enumerate(STAGES[self.stages]):
             sequences = stage.batch * self.batch_tokens / self.seq_len
             if round(sequences) == 0 or abs(sequences - round(sequences)) > 1e-6:
@@ -421,7 +433,7 @@ RECORD42: dict[str, Any] = {  # without the components of records 43 to 89
     "adam_eps": 1e-8, "adam_wd": 0.0, "softcap": "sigmoid", "embed_std": 1.0,
     "value_embed_std": 1.0, "residual_init": 1.0, "zero_output": True, "value_gates": False,
     "key_offset": False, "bigram_rows": 0.0, "ngrams": 2, "bigram_signs": False, "xsa": False,
-    "adam_accum_steps": 2,
+    "counted_ngrams": 0, "adam_accum_steps": 2,
 }  # fmt: skip
 PLAIN = RECORD42 | {  # a GPT without components of the speedrun
     "layers": "plain8", "stages": "constant", "smear": False, "x0_mixing": False,
@@ -489,7 +501,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record89": {
             "layers": "record89", "stages": "record89", "groups": "record89", "steps": 1285,
             "batch_tokens": 393_216, "seq_len": 16_384, "matrix_lr": 0.023,
-            "adam_accum_steps": 2, "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
+            "adam_accum_steps": 2, "bigram_rows": 7.5, "ngrams": 2, "counted_ngrams": 0,
+            "prefixes": True,
         },
     },
     "steps": {"muon": {}},
@@ -540,7 +553,8 @@ FIXED = {
     "tiny": (*SCORED, *SIZES, "val_sha256"),
     "steps": SCORED + SIZES + (
         "layers", "seq_len", "window_block", "stages", "biases", "softcap", "attention_scale",
-        "smear", "x0_mixing", "attention_gates", "key_offset", "bigram_rows", "xsa",
+        "smear", "x0_mixing", "attention_gates", "key_offset", "bigram_rows", "counted_ngrams",
+        "xsa",
     ),
 }  # fmt: skip
 FIXED_DEPTH = {"small": 8, "tiny": 8}  # layers; their table is free
@@ -585,6 +599,7 @@ class StepPlan(NamedTuple):
     adam_steps: bool  # Adam takes a step, on the gradients of the last `adam_accum_steps` steps
     windows: dict[str, int]  # tokens that "short" and "long" layers see
     loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
+    counted_rows: int  # of the text trained on: those whose n-grams are counted
     begins: bool  # the first step of its stretch
     unties: bool  # the output head leaves the token embedding before this step
     validates: bool  # before this step, or after the last one
@@ -639,6 +654,7 @@ def schedule(config: Config, step: int) -> StepPlan:
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
         windows={"short": short, "long": long},
         loss_weights=[start + (last - start) * progress for start, last in weights],
+        counted_rows=counted_rows(config)[step],
         begins=step == first,
         unties=step == first and was_tied and not stage.tied,
         validates=step == config.steps or (config.val_every > 0 and step % config.val_every == 0),
@@ -665,6 +681,22 @@ def momentum(config: Config, step: int) -> float:
 
 def tokens_before(config: Config, step: int) -> int:
     return sum(schedule(config, earlier).batch_tokens for earlier in range(step))
+
+
+@cache
+def counted_rows(config: Config) -> list[int]:
+    """The rows of the text trained on whose n-grams are counted, at each step.
+
+    Counting sorts the whole text, so it is done when that has grown by a tenth, and at the end.
+    """
+    found: list[int] = []
+    rows = counted = 0
+    for first, end, stage in stretches(config):
+        for _ in range(first, end):
+            counted = rows if rows > 1.1 * counted else counted
+            found.append(counted)
+            rows += round(stage.batch * config.batch_tokens) // config.seq_len
+    return [*found, rows]
 
 
 def readings(config: Config) -> list[Reading]:
@@ -701,6 +733,7 @@ def receptive_field(config: Config) -> int:
     """At least as many earlier tokens as an output depends on: all layers' windows, added up."""
     steps = [*(each.first for each in stretches(config)), config.steps]
     tokens = max(int(config.smear), config.ngrams - 1 if config.bigram_rows else 0)
+    tokens = max(tokens, config.counted_ngrams - 1)
     for layer in LAYERS[config.layers]:
         if layer.attention:
             tokens += max(schedule(config, step).windows[layer.window] for step in steps)
@@ -1020,6 +1053,11 @@ class GPT(nn.Module):
                 self.blocks.append(kind(config, layer, table_dtype))
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
             self.lm_head_bias = optional(config.biases, config.padded_vocab)
+            longest, rows = config.counted_ngrams, counted_rows(config)[-1]
+            self.counts = (
+                NgramCounts(longest, config.vocab_size, rows, config.seq_len) if longest else None
+            )
+            self.count_gate = optional(longest, longest, config.dim + longest)
             self.embed_gain = optional(config.biases, config.dim)
             self.head_gain = optional(config.biases, config.dim)
             # All scalars are one parameter: fifty of one number would cost fifty small updates.
@@ -1037,6 +1075,8 @@ class GPT(nn.Module):
     def set_step(self, step: int) -> None:
         """Set windows, rotary tables and the output head of this step."""
         plan, device = schedule(self.config, step), self.rotary.device
+        if self.counts is not None:
+            self.counts.count(plan.counted_rows)
         self.tied = plan.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in plan.windows.items()}
         if plan.stage_index != self.stage_index:
@@ -1102,6 +1142,10 @@ class GPT(nn.Module):
             start[0, 6:] = torch.tensor([2.0, 2.0, residual, 1.0, 0.0, 0.05, residual, 1.0])
             start[1, 1] = -0.5
             return start / MUDD_SCALE
+        if kind == "count_gate":
+            start = torch.zeros(shape)
+            start[1:, -1] = -2.0  # at first a seventh of the softmax's weight for each length
+            return start
         if kind.endswith("gain"):
             return torch.ones(shape)
         zero = ("down", "lm_head", "bigram", "own_value", "gate", "value_gate", "smear_gate")
@@ -1219,9 +1263,11 @@ class GPT(nn.Module):
         """The next token's loss, summed over targets: ().
 
         Targets may cover only the last positions of each sequence. With weights, one for each kind
-        of target, see `several_targets`: (2,), the weighted sum and the next token's loss.
+        of target, see `several_targets`, or in training with counts: (2,), the sum to train on and
+        the next token's loss.
         """
-        return self.loss(self.hidden(inputs_BT, cu_seqlens, longest), targets_BT, weights)
+        counts = self.counts_of(inputs_BT, targets_BT)
+        return self.loss(self.hidden(inputs_BT, cu_seqlens, longest), targets_BT, weights, counts)
 
     def compiled(self) -> Callable[..., Tensor]:
         """`forward`, compiled as two graphs: stages with other targets share the large one."""
@@ -1233,13 +1279,23 @@ class GPT(nn.Module):
             weights: Tensor | None = None,
         ) -> Tensor:  # fmt: skip
             x_BTC = residual_stream(self.look_up(inputs_BT, cu_seqlens, longest))
-            return loss(x_BTC, targets_BT, weights)
+            return loss(x_BTC, targets_BT, weights, self.counts_of(inputs_BT, targets_BT))
 
         return forward
 
-    def loss(self, x_BTC: Tensor, targets_BT: Tensor, weights: Tensor | None) -> Tensor:
-        """The loss as `forward` returns it, from the residual stream."""
+    def loss(
+        self, x_BTC: Tensor, targets_BT: Tensor, weights: Tensor | None,
+        counts: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:  # fmt: skip
+        """The loss as `forward` returns it, from the residual stream and `counts_of`."""
         x_BTC = x_BTC[:, -targets_BT.size(1) :]
+        if counts is not None:
+            own, mixed = self.mixed_losses(x_BTC, targets_BT, counts)
+            if not torch.is_grad_enabled():
+                return mixed.sum()
+            # The network learns from its own loss: else it would learn less of what counts know
+            # already. The loss of the mixture trains the gate alone.
+            return torch.stack([(own + mixed).sum(), mixed.sum()])
         if weights is not None:
             targets_BT = several_targets(targets_BT, len(weights), self.prefixes)
         x, targets = x_BTC.flatten(0, 1), targets_BT.flatten(0, 1)
@@ -1269,6 +1325,9 @@ class GPT(nn.Module):
         inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
         x = x[:, -targets_BT.size(1) :]
+        counts = self.counts_of(inputs_BT, targets_BT)
+        if counts is not None:
+            return self.mixed_losses(x, targets_BT, counts)[1]
         losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
         return losses.view_as(targets_BT)
 
@@ -1277,7 +1336,45 @@ class GPT(nn.Module):
         inputs_BT = inputs_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -count:]
         z = linear(x, self.output_weight, self.lm_head_bias).float()
-        return capped(z, self.softcap)[..., : self.config.vocab_size]
+        z_BTV, vocab_size = capped(z, self.softcap), self.config.vocab_size
+        if self.counts is None:
+            return z_BTV[..., :vocab_size]
+        tokens = torch.arange(vocab_size, device=x.device).expand(*x.shape[:2], -1)
+        counts = self.counts.frequencies(inputs_BT, tokens)
+        return self.mix(z_BTV.softmax(-1)[..., :vocab_size], x, *counts).log()
+
+    # ---- Counts. The softmax is mixed with the frequencies of n-grams in the text trained on.
+
+    def counts_of(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What `mix` reads of the counts, for the targets alone; not compiled."""
+        if self.counts is None:
+            return None
+        return self.counts.frequencies(inputs_BT, targets_BT.unsqueeze(-1))
+
+    def mix(
+        self, probability_BTK: Tensor, x_BTC: Tensor, frequencies_BTKn: Tensor, totals_BTn: Tensor
+    ) -> Tensor:  # fmt: skip
+        """The probability of K tokens: the softmax's and the frequencies, weighed by a gate.
+
+        The gate reads the residual stream and the logarithms of the counts. What was never seen
+        has no weight.
+        """
+        read = torch.cat([x_BTC.float(), totals_BTn.float().log1p()], dim=-1)
+        assert self.count_gate is not None
+        gate_BTn = linear(F.pad(read, (0, 1), value=1.0), self.count_gate)
+        seen_BTn = F.pad(totals_BTn > 0, (1, 0), value=True)
+        weight_BTn = gate_BTn.masked_fill(~seen_BTn, -math.inf).softmax(-1)
+        parts = torch.cat([probability_BTK.unsqueeze(-1), frequencies_BTKn], dim=-1)
+        return (parts * weight_BTn.unsqueeze(-2)).sum(-1)
+
+    def mixed_losses(
+        self, x_BTC: Tensor, targets_BT: Tensor, counts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each target in the softmax and in the mixture, each (B, T) float32."""
+        own = self.plain_loss(x_BTC.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        own_BT1 = own.view(*targets_BT.shape, 1)
+        mixed_BT1 = self.mix((-own_BT1.detach()).exp(), x_BTC.detach(), *counts)
+        return own_BT1[..., 0], -mixed_BT1[..., 0].log()
 
     def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
@@ -1400,6 +1497,8 @@ class Trainer:
         """Set everything that a run changes to its value before the first step of this seed."""
         torch.manual_seed(seed)  # of what a model may draw at random in training, such as dropout
         self.model.initialize(seed)
+        if self.model.counts is not None:
+            self.model.counts.forget()
         for parameter in self.model.parameters():
             parameter.grad = None
             if self.machine.world_size > 1:  # hosts may draw other bits from one seed
@@ -1438,11 +1537,22 @@ class Trainer:
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sums over a micro-batch: the loss to train on, and that of the next token, for the log.
 
-        They differ where a stage predicts later tokens too. The step is that of `set_step`.
+        They differ where a stage predicts later tokens too, and with counts. The step is that of
+        `set_step`.
         """
         found = self.batch_loss(batch, self.longest, self.loss_weights)
-        train_loss, next_token_loss = (found, found) if self.loss_weights is None else found
+        train_loss, next_token_loss = found if found.ndim else (found, found)
         return train_loss, next_token_loss.detach()
+
+    def remember(self, step: int, batches: Sequence[Batch]) -> None:
+        """Add the batches of a step to the text whose n-grams are counted. Collective."""
+        if self.model.counts is None:
+            return
+        texts = [torch.cat([each.inputs, each.targets[:, -1:]], dim=1) for each in batches]
+        own = torch.cat(texts).int().to(self.machine.device)
+        rows = self.machine.gather_rows(own)
+        first = tokens_before(self.config, step) // self.config.seq_len
+        self.model.counts.text[first : first + len(rows)] = rows
 
     def stepping(self, step: int) -> list[torch.optim.Optimizer]:
         """The optimizers that step at the end of this step.
@@ -1567,10 +1677,12 @@ def train(trainer: Trainer, run: Run) -> float:
         # step, up to rounding. Nothing here waits for the device.
         trainer.set_step(step)
         loss = torch.zeros((), device=machine.device)
-        for batch in next(trainer.data.train):
+        batches = next(trainer.data.train)
+        for batch in batches:
             train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
+        trainer.remember(step, batches)
 
         # The ranks share one small message: the loss, and who got a signal to stop. It decides
         # for all alike.

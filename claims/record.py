@@ -129,8 +129,8 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
          "smear": False, "x0_mixing": False, "attention_gates": False, "key_offset": False,
-         "bigram_rows": 0, "xsa": False, "stages": "constant", "softcap": "rsqrt",
-         "attention_scale": 0.12}
+         "bigram_rows": 0, "counted_ngrams": 0, "xsa": False, "stages": "constant",
+         "softcap": "rsqrt", "attention_scale": 0.12}
 # `copied` follows from the validation tokens and the length of their rows: `new_targets` in
 # claims/questions.py counts the others.
 TRACKS = {

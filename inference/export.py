@@ -69,7 +69,7 @@ def export(kept: Path, to: Path) -> float:
 
 def write_model(model: Model, folder: Path) -> None:
     """Write weights, config.json and the model's source."""
-    weights = {f"gpt.{name}": weight.detach() for name, weight in model.gpt.named_parameters()}
+    weights = {f"gpt.{name}": weight for name, weight in model.gpt.state_dict().items()}
     save_file(weights, folder / MODEL, metadata={"format": "pt"})
     write_json(folder / CONFIG, exported_config(model.gpt, model.facts))
     (folder / f"{MODELING}.py").write_text(HEADER + model_source(model.config), encoding="utf-8")

@@ -266,8 +266,8 @@ def plain_cross_entropy(
 
     reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
     """
-    scoring = reduction == "none" or not torch.is_grad_enabled()
-    chunk = SCORING_CHUNK if scoring and not torch.compiler.is_compiling() else PLAIN_CHUNK
+    scoring = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    chunk = SCORING_CHUNK if scoring else PLAIN_CHUNK
     losses = []
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)

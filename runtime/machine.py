@@ -67,6 +67,14 @@ class Machine:
         total = self.all_reduce(torch.cat([number.view(1), numbers]))
         return total[0], total[1:]
 
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, by rank. All ranks have tensors of the same shape."""
+        if self.world_size == 1:
+            return tensor
+        rows = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(rows, tensor)
+        return rows
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
         values = [value] * self.world_size

@@ -66,7 +66,7 @@ def randomize(model):
 
 def keep(model, folder, tokenizer="gpt2", **changed):
     """Write what a run leaves of a model; returns its folder. changed: settings; None: left out."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = model.state_dict()
     settings = asdict(model.config) | changed
     for name in [name for name in changed if changed[name] is None]:
         del settings[name]

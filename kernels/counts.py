@@ -1,0 +1,81 @@
+"""Counts of n-grams: which tokens followed the last ones in the text trained on so far, how often.
+
+B rows of a text, T tokens of a row, n tokens of an n-gram, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FACTOR = 6_364_136_223_846_793_005  # Knuth's, of a linear congruential generator modulo 2^64
+
+class NgramCounts(nn.Module):
+    """Frequencies of the next token after the last 1, 2, ... longest - 1 tokens, in a text.
+
+    It holds the text, and all n-grams of a length as sorted numbers: those of a context are
+    neighbours there, so binary searches count them. Frequencies of all tokens add up to 1.
+    """
+
+    text: Tensor  # int32 (rows, T + 1): inputs, then the last target; -1 where nothing was read yet
+
+    def __init__(self, longest: int, vocab_size: int, rows: int, seq_len: int):
+        super().__init__()
+        self.lengths, self.vocab_size = range(2, longest + 1), vocab_size
+        self.contexts = 2**62 // vocab_size  # different numbers of contexts
+        self.register_buffer("text", torch.empty((rows, seq_len + 1), dtype=torch.int32))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the text."""
+        self.text.fill_(-1)
+        self.counted = 0  # rows
+        self.sorted = [self.text.new_empty(0, dtype=torch.int64) for _ in self.lengths]
+
+    def count(self, rows: int) -> None:
+        """Count the n-grams of the first rows of the text, if these are not what is counted."""
+        if rows == self.counted:
+            return
+        text = self.text[:rows].long()
+        text = text[text[:, 0] >= 0]
+        inputs, targets = text[:, :-1], text[:, 1:]
+        self.sorted = []
+        for n in self.lengths:
+            numbers = self.numbers(inputs, n - 1) * self.vocab_size + targets
+            self.sorted.append(numbers[:, n - 2 :].flatten().sort().values)
+        self.counted = rows
+
+    def numbers(self, tokens_BT: Tensor, n: int) -> Tensor:
+        """A number for each token and the n - 1 before it, int64 (B, T). Those of a row's first
+        n - 1 tokens mean nothing.
+
+        Of a million contexts, two have the same number by a chance of 1 in 4,000; then they count
+        as one.
+        """
+        numbers_BT = torch.zeros_like(tokens_BT, dtype=torch.int64)
+        for back in range(n):  # int64 wraps around
+            numbers_BT = numbers_BT * FACTOR + F.pad(tokens_BT, (back, 0))[:, : tokens_BT.size(1)]
+        return numbers_BT % self.contexts
+
+    def frequencies(self, inputs_BT: Tensor, tokens_BTK: Tensor) -> tuple[Tensor, Tensor]:
+        """How often these tokens followed the inputs, for each length of n-grams.
+
+        tokens_BTK: K candidates for what follows each of the last inputs. Returns their relative
+        frequencies, float32 (B, T, K, lengths), and how often what they follow was followed by any
+        token, int64 (B, T, lengths). Both are 0 for n-grams that would begin before the row.
+        """
+        frequencies, totals = [], []
+        for n, numbers in zip(self.lengths, self.sorted, strict=True):
+            context_BT = self.numbers(inputs_BT, n - 1)
+            context_BT[:, : n - 2] = -1  # it would begin before the row
+            first_BT = context_BT[:, -tokens_BTK.size(1) :] * self.vocab_size
+            ngram_BTK = first_BT.unsqueeze(-1) + tokens_BTK
+            total = before(numbers, first_BT + self.vocab_size) - before(numbers, first_BT)
+            count = before(numbers, ngram_BTK + 1) - before(numbers, ngram_BTK)
+            frequencies.append(count / total.clamp(min=1).unsqueeze(-1))
+            totals.append(total)
+        return torch.stack(frequencies, -1), torch.stack(totals, -1)
+
+
+def before(numbers: Tensor, number: Tensor) -> Tensor:
+    """How many of the sorted numbers are smaller than each of these."""
+    return torch.searchsorted(numbers, number.contiguous())
