@@ -331,7 +331,7 @@ class Config(RunSettings):
     bigram_rows: float = setting(192.0, "rows of the n-gram table for each token; 0: no table")
     ngrams: int = setting(3, "longest n-gram in that table; 2: only bigrams", at_least=2, at_most=4)
     counted_ngrams: int = setting(
-        5, "longest n-gram whose counts are mixed with the softmax; 0: none", at_most=16
+        6, "longest n-gram whose counts are mixed with the softmax; 0: none", at_most=16
     )
     bigram_signs: bool = setting(True, "multiply bigram embeddings by random signs")
     xsa: bool = setting(True, "subtract from attention a fraction along the token's own value")
@@ -343,7 +343,7 @@ class Config(RunSettings):
         "uniform", "distribution of initial hidden matrices", one_of=("uniform", "normal")
     )
 
-    steps: int = setting(340, "number of optimizer steps", at_least=1, section="Schedule")
+    steps: int = setting(250, "number of optimizer steps", at_least=1, section="Schedule")
     stages: str = setting("small89", f"table of stages: {', '.join(STAGES)}")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
@@ -352,8 +352,8 @@ class Config(RunSettings):
     momentum: tuple[float, float] = setting(
         (0.85, 0.9), "momentum of matrices: first and last, and in between", below=1
     )
-    momentum_warmup: int = setting(46, "first steps, in which momentum rises")
-    momentum_cooldown: int = setting(7, "last steps, in which momentum falls")
+    momentum_warmup: int = setting(34, "first steps, in which momentum rises")
+    momentum_cooldown: int = setting(5, "last steps, in which momentum falls")
 
     optimizer: str = setting(
         "normuon", "optimizer of hidden matrices", one_of=OPTIMIZERS, section="Optimizers"
