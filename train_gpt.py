@@ -1326,9 +1326,10 @@ class GPT(nn.Module):
         x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
         x = x[:, -targets_BT.size(1) :]
         counts = self.counts_of(inputs_BT, targets_BT)
-        if counts is not None:
-            return self.mixed_losses(x, targets_BT, counts)[1]
-        losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        if counts is None:
+            losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        else:
+            _, losses = self.mixed_losses(x, targets_BT, counts)
         return losses.view_as(targets_BT)
 
     def logits(self, inputs_BT: Tensor, count: int) -> Tensor:

@@ -89,7 +89,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             for name, parameter in self.gpt.named_parameters():
                 owner, _, last = name.rpartition(".")
                 setattr(gpt.get_submodule(owner), last, parameter)
-            if gpt.counts is not None:
+            if gpt.counts is not None and self.gpt.counts is not None:
                 gpt.counts.text = self.gpt.counts.text
             gpt.set_step(gpt.config.steps)
             self.gpt, self.made_for = gpt, place

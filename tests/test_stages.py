@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("two_layers")
 UNTYING = STEPS // 2
 CHANGED = {
     "stages": "tied", "embed_std": 0.1, "adam_accum_steps": 2, "val_every": 3,
-    "checkpoint_every": 0,
+    "checkpoint_every": 0, "counted_ngrams": 0,
 }  # fmt: skip
 
 

@@ -212,7 +212,7 @@ def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_
 ):
     monkeypatch.setattr(place, method, leaking)
     # A head of zeros would give matrices no gradient in the one step of the warm-up.
-    tied = {"stages": "tied", "embed_std": 0.1} if place is NorMuon else {}
+    tied = {"stages": "tied", "embed_std": 0.1, "counted_ngrams": 0} if place is NorMuon else {}
     outcome = run(data, tmp_path, **tied)
     assert (outcome.code, outcome.logs) == (1, [])
     assert check in outcome.err

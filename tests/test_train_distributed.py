@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("two_layers")
 
 EIGHT_ROWS = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
 ADAMW = {"recipe": "adamw"}
-TIED = {"stages": "tied", "embed_std": 0.1, "val_every": 3}
+TIED = {"stages": "tied", "counted_ngrams": 0, "embed_std": 0.1, "val_every": 3}
 RESUMED = TIED | {"keep_model": "on", "resume": "auto"}  # untied after step 6
 MANY = 400  # steps of a run that a signal breaks off
 

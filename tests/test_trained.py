@@ -45,8 +45,9 @@ def finish(trainer: train_gpt.Trainer) -> dict[str, float]:
 
 @pytest.mark.parametrize("changed", [
     {}, {"recipe": "muon"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
-    {"document_mask": "off"}, {"vocab_size": 100}, {"loss_kernel": "chunked", "softcap": "rsqrt"},
-    {"dtype": "bfloat16", "loss_kernel": "chunked", "val_batch": 128},
+    {"document_mask": "off"}, {"vocab_size": 100}, {"counted_ngrams": 0},
+    {"counted_ngrams": 0, "loss_kernel": "chunked", "softcap": "rsqrt"},
+    {"dtype": "bfloat16", "counted_ngrams": 0, "loss_kernel": "chunked", "val_batch": 128},
 ], ids=str)  # fmt: skip
 def test_honest_models_pass_far_from_the_bounds(changed, data, tmp_path):
     checks = finish(make_trainer(data, tmp_path, **changed))
