@@ -1550,8 +1550,7 @@ class Trainer:
         if self.model.counts is None:
             return
         texts = [torch.cat([each.inputs, each.targets[:, -1:]], dim=1) for each in batches]
-        own = torch.cat(texts).int().to(self.machine.device)
-        rows = self.machine.gather_rows(own)
+        rows = self.machine.gather_rows(machines.sent(torch.cat(texts).int(), self.machine.device))
         first = tokens_before(self.config, step) // self.config.seq_len
         self.model.counts.text[first : first + len(rows)] = rows
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 FACTOR = 6_364_136_223_846_793_005  # Knuth's, of a linear congruential generator modulo 2^64
 
+
 class NgramCounts(nn.Module):
     """Frequencies of the next token after the last 1, 2, ... longest - 1 tokens, in a text.
 
@@ -45,11 +46,10 @@ class NgramCounts(nn.Module):
         self.counted = rows
 
     def numbers(self, tokens_BT: Tensor, n: int) -> Tensor:
-        """A number for each token and the n - 1 before it, int64 (B, T). Those of a row's first
-        n - 1 tokens mean nothing.
+        """A number for each token and the n - 1 before it, int64 (B, T).
 
-        Of a million contexts, two have the same number by a chance of 1 in 4,000; then they count
-        as one.
+        It means nothing where these would begin before the row. Among a million contexts of 2,048
+        tokens, two have the same number by a chance of 1 in 4,000; then they count as one.
         """
         numbers_BT = torch.zeros_like(tokens_BT, dtype=torch.int64)
         for back in range(n):  # int64 wraps around
