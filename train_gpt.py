@@ -654,7 +654,7 @@ def schedule(config: Config, step: int) -> StepPlan:
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
         windows={"short": short, "long": long},
         loss_weights=[start + (last - start) * progress for start, last in weights],
-        counted_rows=counted_rows(config)[step],
+        counted_rows=rows_to_count(config)[step],
         begins=step == first,
         unties=step == first and was_tied and not stage.tied,
         validates=step == config.steps or (config.val_every > 0 and step % config.val_every == 0),
@@ -684,7 +684,7 @@ def tokens_before(config: Config, step: int) -> int:
 
 
 @cache
-def counted_rows(config: Config) -> list[int]:
+def rows_to_count(config: Config) -> list[int]:
     """The rows of the text trained on whose n-grams are counted, at each step.
 
     Counting sorts the whole text, so it is done when that has grown by a tenth, and at the end.
@@ -1053,10 +1053,11 @@ class GPT(nn.Module):
                 self.blocks.append(kind(config, layer, table_dtype))
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
             self.lm_head_bias = optional(config.biases, config.padded_vocab)
-            longest, rows = config.counted_ngrams, counted_rows(config)[-1]
+            longest, rows = config.counted_ngrams, rows_to_count(config)[-1]
             self.counts = (
                 NgramCounts(longest, config.vocab_size, rows, config.seq_len) if longest else None
             )
+            # Rows: the softmax and each length of n-grams. Columns: see `mix`.
             self.count_gate = optional(longest, longest, config.dim + longest)
             self.embed_gain = optional(config.biases, config.dim)
             self.head_gain = optional(config.biases, config.dim)
@@ -1073,7 +1074,7 @@ class GPT(nn.Module):
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_step(self, step: int) -> None:
-        """Set windows, rotary tables and the output head of this step."""
+        """Set windows, rotary tables, the output head and the counts of this step."""
         plan, device = schedule(self.config, step), self.rotary.device
         if self.counts is not None:
             self.counts.count(plan.counted_rows)
@@ -1262,11 +1263,11 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The next token's loss, summed over targets: ().
 
-        Targets may cover only the last positions of each sequence. With weights, one for each kind
-        of target, see `several_targets`, or in training with counts: (2,), the sum to train on and
+        Targets may cover only the last positions of each sequence. (2,) with weights, one for each
+        kind of target, see `several_targets`, and in training with counts: the sum to train on, and
         the next token's loss.
         """
-        counts = self.counts_of(inputs_BT, targets_BT)
+        counts = self.target_counts(inputs_BT, targets_BT)
         return self.loss(self.hidden(inputs_BT, cu_seqlens, longest), targets_BT, weights, counts)
 
     def compiled(self) -> Callable[..., Tensor]:
@@ -1279,7 +1280,7 @@ class GPT(nn.Module):
             weights: Tensor | None = None,
         ) -> Tensor:  # fmt: skip
             x_BTC = residual_stream(self.look_up(inputs_BT, cu_seqlens, longest))
-            return loss(x_BTC, targets_BT, weights, self.counts_of(inputs_BT, targets_BT))
+            return loss(x_BTC, targets_BT, weights, self.target_counts(inputs_BT, targets_BT))
 
         return forward
 
@@ -1287,7 +1288,7 @@ class GPT(nn.Module):
         self, x_BTC: Tensor, targets_BT: Tensor, weights: Tensor | None,
         counts: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """The loss as `forward` returns it, from the residual stream and `counts_of`."""
+        """The loss as `forward` returns it, from the residual stream and `target_counts`."""
         x_BTC = x_BTC[:, -targets_BT.size(1) :]
         if counts is not None:
             own, mixed = self.mixed_losses(x_BTC, targets_BT, counts)
@@ -1325,7 +1326,7 @@ class GPT(nn.Module):
         inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
         x = x[:, -targets_BT.size(1) :]
-        counts = self.counts_of(inputs_BT, targets_BT)
+        counts = self.target_counts(inputs_BT, targets_BT)
         if counts is None:
             losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
         else:
@@ -1333,7 +1334,10 @@ class GPT(nn.Module):
         return losses.view_as(targets_BT)
 
     def logits(self, inputs_BT: Tensor, count: int) -> Tensor:
-        """Logits after each of the last `count` inputs, float32 (B, count, V)."""
+        """Logits after each of the last `count` inputs, float32 (B, count, V).
+
+        With counts, the logarithms of probabilities.
+        """
         inputs_BT = inputs_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -count:]
         z = linear(x, self.output_weight, self.lm_head_bias).float()
@@ -1342,31 +1346,32 @@ class GPT(nn.Module):
             return z_BTV[..., :vocab_size]
         tokens = torch.arange(vocab_size, device=x.device).expand(*x.shape[:2], -1)
         counts = self.counts.frequencies(inputs_BT, tokens)
-        return self.mix(z_BTV.softmax(-1)[..., :vocab_size], x, *counts).log()
+        return self.mix(z_BTV.log_softmax(-1)[..., :vocab_size], x, *counts)
 
     # ---- Counts. The softmax is mixed with the frequencies of n-grams in the text trained on.
 
-    def counts_of(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor] | None:
+    def target_counts(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor] | None:
         """What `mix` reads of the counts, for the targets alone; not compiled."""
         if self.counts is None:
             return None
         return self.counts.frequencies(inputs_BT, targets_BT.unsqueeze(-1))
 
     def mix(
-        self, probability_BTK: Tensor, x_BTC: Tensor, frequencies_BTKn: Tensor, totals_BTn: Tensor
+        self, log_softmax_BTK: Tensor, x_BTC: Tensor, frequencies_BTKL: Tensor, totals_BTL: Tensor
     ) -> Tensor:  # fmt: skip
-        """The probability of K tokens: the softmax's and the frequencies, weighed by a gate.
+        """The log probability of K tokens: softmax and frequencies, weighed by a gate.
 
-        The gate reads the residual stream and the logarithms of the counts. What was never seen
-        has no weight.
+        The gate reads the residual stream, the logarithms of how often each of the L contexts
+        occurred, and 1. A context that never occurred has no weight.
         """
-        read = torch.cat([x_BTC.float(), totals_BTn.float().log1p()], dim=-1)
+        read = torch.cat([x_BTC.float(), totals_BTL.float().log1p()], dim=-1)
         assert self.count_gate is not None
-        gate_BTn = linear(F.pad(read, (0, 1), value=1.0), self.count_gate)
-        seen_BTn = F.pad(totals_BTn > 0, (1, 0), value=True)
-        weight_BTn = gate_BTn.masked_fill(~seen_BTn, -math.inf).softmax(-1)
-        parts = torch.cat([probability_BTK.unsqueeze(-1), frequencies_BTKn], dim=-1)
-        return (parts * weight_BTn.unsqueeze(-2)).sum(-1)
+        gate = linear(F.pad(read, (0, 1), value=1.0), self.count_gate)
+        seen = F.pad(totals_BTL > 0, (1, 0), value=True)
+        log_weight = gate.masked_fill(~seen, -math.inf).log_softmax(-1)
+        # In logarithms no gate can make the probability 0.
+        parts = torch.cat([log_softmax_BTK.unsqueeze(-1), frequencies_BTKL.log()], dim=-1)
+        return (parts + log_weight.unsqueeze(-2)).logsumexp(-1)
 
     def mixed_losses(
         self, x_BTC: Tensor, targets_BT: Tensor, counts: tuple[Tensor, Tensor]
@@ -1374,8 +1379,8 @@ class GPT(nn.Module):
         """The loss of each target in the softmax and in the mixture, each (B, T) float32."""
         own = self.plain_loss(x_BTC.flatten(0, 1), targets_BT.flatten(), reduction="none")
         own_BT1 = own.view(*targets_BT.shape, 1)
-        mixed_BT1 = self.mix((-own_BT1.detach()).exp(), x_BTC.detach(), *counts)
-        return own_BT1[..., 0], -mixed_BT1[..., 0].log()
+        mixed_BT1 = self.mix(-own_BT1.detach(), x_BTC.detach(), *counts)
+        return own_BT1[..., 0], -mixed_BT1[..., 0]
 
     def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
@@ -1545,13 +1550,16 @@ class Trainer:
         train_loss, next_token_loss = found if found.ndim else (found, found)
         return train_loss, next_token_loss.detach()
 
-    def remember(self, step: int, batches: Sequence[Batch]) -> None:
-        """Add the batches of a step to the text whose n-grams are counted. Collective."""
+    def remember(self, tokens: int, batches: Sequence[Batch]) -> None:
+        """Add the batches of a step to the text whose n-grams are counted. Collective.
+
+        tokens: those of the steps before.
+        """
         if self.model.counts is None:
             return
         texts = [torch.cat([each.inputs, each.targets[:, -1:]], dim=1) for each in batches]
         rows = self.machine.gather_rows(machines.sent(torch.cat(texts).int(), self.machine.device))
-        first = tokens_before(self.config, step) // self.config.seq_len
+        first = tokens // self.config.seq_len
         self.model.counts.text[first : first + len(rows)] = rows
 
     def stepping(self, step: int) -> list[torch.optim.Optimizer]:
@@ -1682,7 +1690,7 @@ def train(trainer: Trainer, run: Run) -> float:
             train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
-        trainer.remember(step, batches)
+        trainer.remember(tokens, batches)
 
         # The ranks share one small message: the loss, and who got a signal to stop. It decides
         # for all alike.

@@ -33,7 +33,7 @@ Shapes: B rows, T tokens a row, H heads, D head dimension, C model dimension, V 
 
 '''
 
-TOLERANCE = 1e-4  # on float32 logits, which are between 0 and 30: room for rounding only
+TOLERANCE = 1e-4  # on float32 logits, which are between -30 and 30: room for rounding only
 
 
 def export(kept: Path, to: Path) -> float:

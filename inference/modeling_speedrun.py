@@ -47,7 +47,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None, output_attentions: bool | None = None,
         **unused: Any,
     ) -> CausalLMOutput:  # fmt: skip
-        """Logits (B, T, V), float32, after each token of input_ids (B, T), soft cap included.
+        """Logits (B, T, V), float32, after each token of input_ids (B, T), soft cap included. Of a
+        model with n-gram counts, they are the logarithms of probabilities.
 
         logits_to_keep: how many of the last to return, 0 for all, or the indices of those wanted.
         labels: input_ids, or -100 where no loss is wanted. The loss is that of the next token, ():

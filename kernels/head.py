@@ -264,7 +264,7 @@ def plain_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """The same loss by autograd, which keeps all logits. bias: (V,) or None.
 
-    reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
+    reduction: "sum", or without weights "none": each token's loss, (N,) float32.
     """
     scoring = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     chunk = SCORING_CHUNK if scoring else PLAIN_CHUNK

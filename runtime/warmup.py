@@ -172,10 +172,12 @@ def take_steps(trainer: Trainer, first: int, count: int) -> None:
     for number in range(count):
         trainer.set_step(first)
         loss = torch.zeros((), device=trainer.machine.device)
-        for batch in next(trainer.data.train):
+        batches = next(trainer.data.train)
+        for batch in batches:
             train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
+        trainer.remember(0, batches)
         optimizers = trainer.stepping(number)
         trainer.guard.step(trainer.machine.all_reduce(loss), only=optimizers)
         for optimizer in optimizers:
