@@ -46,6 +46,7 @@ STEPS = 12
 # runs differ by two.
 ROUNDING = {"float32": 2**-19, "bfloat16": 2**-8}
 TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, mtp_weights=((0.5, 0.25),))
+ONE_TARGET = train_gpt.Stage(0.5, short=1, long=2, tied=True)
 UNTIED = train_gpt.Stage(0.5, short=1, long=2)
 GROWING = [
     train_gpt.Stage(0.7, short=10, long=20, document=96, batch=0.5),
@@ -93,7 +94,8 @@ def two_layers() -> Iterator[None]:
     """
     layers = mock.patch.dict(train_gpt.LAYERS, small89=RICH, plain8=PLAIN)
     depth = mock.patch.dict(train_gpt.FIXED_DEPTH, tiny=2)
-    stages = mock.patch.dict(train_gpt.STAGES, growing=GROWING, tied=[TIED, UNTIED])
+    tables = {"growing": GROWING, "tied": [TIED, UNTIED], "one_target": [ONE_TARGET, UNTIED]}
+    stages = mock.patch.dict(train_gpt.STAGES, tables)
     float32 = mock.patch.object(optim.muon, "native_dtype", return_value=torch.float32)
     with layers, depth, stages, float32:
         yield

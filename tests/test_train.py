@@ -16,6 +16,7 @@ from data import loader
 from data.copied import pair_distances
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
+from kernels.counts import NgramCounts
 from optim import AdamW, NorMuon
 
 pytestmark = pytest.mark.usefixtures("two_layers")
@@ -195,6 +196,10 @@ def with_a_share_of_the_mean(self, *inputs, hidden=train_gpt.GPT.hidden):
     return x + 1e-3 * x.mean(dim=1, keepdim=True)
 
 
+def a_count_late(self, inputs, tokens, frequencies=NgramCounts.frequencies):
+    return frequencies(self, inputs.roll(-1, dims=1), tokens)
+
+
 def one_key_late(self, q, k, v, attend=PortableAttention.__call__, **rest):
     return attend(self, q, k.roll(-1, dims=1), v.roll(-1, dims=1), **rest)
 
@@ -206,6 +211,7 @@ def one_key_late(self, q, k, v, attend=PortableAttention.__call__, **rest):
     (train_gpt.GPT, "initialize", all_but_the_head_again, "warmup_restored"),
     (train_gpt.GPT, "hidden", with_a_share_of_the_mean, "causality"),
     (PortableAttention, "__call__", one_key_late, "causality"),
+    (NgramCounts, "frequencies", a_count_late, "causality"),
 ])  # fmt: skip
 def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_first_step(
     place, method, leaking, check, data, tmp_path, monkeypatch

@@ -36,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("two_layers")
 EIGHT_ROWS = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
 ADAMW = {"recipe": "adamw"}
 TIED = {"stages": "tied", "counted_ngrams": 0, "embed_std": 0.1, "val_every": 3}
-RESUMED = TIED | {"keep_model": "on", "resume": "auto"}  # untied after step 6
+# Untied after step 6, and with counts of n-grams.
+RESUMED = {"stages": "one_target", "embed_std": 0.1, "val_every": 3, "keep_model": "on",
+           "resume": "auto"}  # fmt: skip
 MANY = 400  # steps of a run that a signal breaks off
 
 # Ranks, and settings.
