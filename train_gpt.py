@@ -409,7 +409,8 @@ class Config(RunSettings):
             if self.counted_ngrams < 2:
                 raise refusal(self, "counted_ngrams", "0, or 2 and more")
             if self.loss_kernel != "plain":
-                raise refusal(self, "loss_kernel", "plain, as --counted-ngrams mixes probabilities")
+                why = "counts are mixed with probabilities (or set --counted-ngrams 0)"
+                raise refusal(self, "loss_kernel", f"plain: {why}")
             if self.prefixes or any(stage.mtp_weights for stage in STAGES[self.stages]):
                 why = "a loss on later tokens or prefixes has no counts"
                 raise refusal(self, "counted_ngrams", f"0: {why}")
